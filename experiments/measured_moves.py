@@ -44,7 +44,8 @@ def improved(cluster: Cluster, path: Path, num_trials: int) -> tuple[list[dict[s
     def watch(stage: str) -> None:
         moves, trials = job.trained.moves, job.steering.trials
         is_over = len(moves) == job.trained.generation == sum(2 - each.is_kept for each in trials)
-        if is_over and not job.steering.is_trying:
+        num_tried = sum(move.kind == "tried" for move in moves)
+        if is_over and not job.steering.num_left and num_tried == len(trials):
             last.append(load_plan(job.steering.running.path))
             raise Enough
 

@@ -13,8 +13,8 @@ that: ranks themselves carry parts from host to host.
   hosts; ``shelf`` has their parts as files, and reads them.
 - ``steering`` decides about changes of plan. It asks ``planning``, a process (``service``) that
   makes plans, by the questions of ``choices``, where also is how a change is measured. ``costs``
-  has what steps cost where devices are slow, and what a change costs; ``busy`` how long devices
-  compute. ``checkpoints`` are written beside training, by a process of their own.
+  has how long devices compute, what steps cost where they are slow, and what a change costs.
+  ``checkpoints`` are written beside training, by a process of their own.
 - ``on_torchrun`` is a plan whose ranks torchrun starts again and again. ``loop`` is for loops with
   a ``Balancer``, and ``elastic`` what both need. ``agent`` starts both (``heterog.heal``).
 """

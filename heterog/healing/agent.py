@@ -28,7 +28,7 @@ from torch.distributed.run import main as torchrun
 import heterog.healing.loop  # noqa: F401  (which a script may need)
 from heterog.errors import HeterogError
 from heterog.healing.choices import Choice, Question
-from heterog.healing.elastic import path_of_host
+from heterog.healing.elastic import ROUND, path_of_host
 from heterog.healing.on_torchrun import read_healing
 from heterog.healing.planning import Planning
 from heterog.healing.rank import capture_for
@@ -136,12 +136,18 @@ def _num_outside(handler: Any) -> int:
 def _drop_others(holder: Any) -> None:
     """Drop hosts that gave no sign of life for long, but never this one, which looks.
 
-    Torchrun drops it, too, once it is late, and then it never gives a sign again.
+    Torchrun drops it, too, once it is late, and then it never gives a sign again. A sign has the
+    time of the host that gave it, whose clock may be wrong, so what counts is when it was seen.
     """
     signs, now = holder._state.last_heartbeats, datetime.now(UTC)
-    if holder.node in signs:
-        signs[holder.node] = max(signs[holder.node], now - holder._settings.keep_alive_interval)
+    told, before = dict(signs), getattr(holder, "seen", {})
+    holder.seen = {
+        node: before[node] if before.get(node, (None,))[0] == sign else (sign, now)
+        for node, sign in told.items()
+    }
+    signs |= {node: now if node == holder.node else at for node, (_, at) in holder.seen.items()}
     _sanitize(holder)
+    signs |= {node: told[node] for node in signs}
 
 
 def _nobody() -> str:
@@ -177,6 +183,7 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
         try:
             _join(agent, group)
             handler.own_round = handler._state_holder.state.round
+            os.environ[ROUND] = str(handler.own_round)
             return
         except (DistStoreError, LookupError) as error:  # the latter by etcd
             _LOG.warning("a host was lost while hosts met (%s); they meet again", error)

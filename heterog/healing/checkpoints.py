@@ -8,7 +8,6 @@ torch.distributed.checkpoint. Any plan resumes from it.
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +50,7 @@ class Writing:
             The folder of a checkpoint that was just written, or ``""``.
         """
         answer = self._service.next_answer()
-        if answer is not None or self._service.has_ended:
+        if answer is not None or (self._is_asked and self._service.has_ended):
             self._is_asked, before = False, self._failed
             found = answer[1] if answer else "the process that writes them has ended"
             self._failed = str(found or "")
@@ -61,8 +60,7 @@ class Writing:
         is_due = not self._is_asked and time.monotonic() - self._since_s > self._every_s
         if is_due and (shelf := lend()) is not None:
             self._since_s, self._is_asked = time.monotonic(), True
-            with suppress(HeterogError):  # it has ended, which the next look says
-                self._service.ask((self._folder, shelf), niceness=10)
+            self._service.ask((self._folder, shelf), niceness=10)
         return ""
 
     def close(self) -> None:

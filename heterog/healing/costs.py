@@ -1,4 +1,4 @@
-"""What steps cost where devices are slow, and what a change from one plan to another costs.
+"""How long devices compute, what steps cost where they are slow, and what a change of plan costs.
 
 In a change every rank of the new plan reads what it holds. Of each parameter, what the same host
 has costs nothing; the rest comes over the network, all ranks at once:
@@ -9,29 +9,91 @@ Unlike what ranks really read, parameters that op rules cut count whole: the cos
 bound.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 
 import numpy as np
 
 from heterog.cluster.hardware import DeviceType
+from heterog.cluster.schema import throttled
 from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel
-from heterog.lowering.program import FloatArray
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, Program
 from heterog.pricing.cost_model import ChannelSeconds, CostModel
+from heterog.runtime.step.recorder import Recorder
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.sync import Sharded
 
-_SLOW = "_slow_"
+
+def device_seconds(program: Program, start_s: FloatArray, finish_s: FloatArray) -> list[float]:
+    """Sum the seconds of all compute tasks on each device.
+
+    Args:
+        program: The program of the step.
+        start_s: Start of each task; not a number where it is unknown.
+        finish_s: End of each task; not a number where it is unknown.
+    """
+    computes = program.kind < FIRST_LINK_KIND
+    seconds = np.nan_to_num(finish_s - start_s)
+    of_device = program.device[computes]
+    found: list[float] = np.bincount(of_device, seconds[computes], program.num_devices).tolist()
+    return found
+
+
+class BusyClock(Recorder):
+    """Sums the seconds that this rank spends in compute tasks, over many steps.
+
+    It is for ranks on CPUs. A process whose share of a core was cut runs on at full speed
+    until its share of a period is used up and then stands still, so that single steps say little.
+
+    Args:
+        program: The program of the steps.
+        now: Clock, in seconds.
+
+    Attributes:
+        seconds: Seconds of compute tasks so far, without the waits in them.
+    """
+
+    def __init__(self, program: Program, now: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds = 0.0
+        self._computes: list[bool] = (program.kind < FIRST_LINK_KIND).tolist()
+        self._now = now
+        self._begin_s = self._waited_s = self._update_s = 0.0
+        self._is_in_task = False
+
+    def begin_task(self, task: int) -> None:
+        """See ``Recorder``."""
+        self._is_in_task, self._waited_s, self._begin_s = True, 0.0, self._now()
+
+    def end_task(self, task: int) -> None:
+        """See ``Recorder``."""
+        self._is_in_task = False
+        if self._computes[task]:
+            self.seconds += max(self._now() - self._begin_s - self._waited_s, 0.0)
+
+    def begin_update(self, parameters: Sequence[int]) -> None:
+        """See ``Recorder``."""
+        self._update_s = self._now()
+
+    def end_update(self, parameters: Sequence[int]) -> None:
+        """Count an update that ran between tasks; one within a task is part of it."""
+        if not self._is_in_task:
+            self.seconds += self._now() - self._update_s
+
+    def waiting(self) -> Callable[[float, float], None]:
+        """See ``Recorder``."""
+        return self._waited
+
+    def _waited(self, begin_s: float, end_s: float) -> None:
+        self._waited_s += end_s - begin_s
 
 
 def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
-    """Make kernels of some devices take longer.
-
-    Each slow device gets a type of its own, whose name says how slow it is.
+    """Make kernels of some devices take longer; each gets a type that says so in its name.
 
     Args:
         cluster: The cluster as planned.
@@ -39,20 +101,8 @@ def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
     """
     devices = list(cluster.devices)
     for device, factor in factors.items():
-        kind = devices[device].type
-        name = f"{kind.name.partition(_SLOW)[0]}{_SLOW}{factor:.3g}"
-        devices[device] = replace(
-            devices[device],
-            type=replace(
-                kind,
-                name=name,
-                peak_flops_per_s={
-                    dtype: peak / factor for dtype, peak in kind.peak_flops_per_s.items()
-                },
-                memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s / factor,
-                launch_overhead_s=kind.launch_overhead_s * factor,
-            ),
-        )
+        kind = throttled(devices[device].type, 1 / factor)
+        devices[device] = replace(devices[device], type=kind)
     return replace(cluster, devices=tuple(devices))
 
 

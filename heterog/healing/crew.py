@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from heterog.cluster.topology import Cluster
+from heterog.errors import InputFileError
 from heterog.files import write_atomically, write_json
 from heterog.healing.record import Assignment, Event, Trained, read_events
 from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete
@@ -30,6 +30,7 @@ from heterog.runtime.ranks.on_ray import (
     HostRank,
     HostStatus,
     NodeHost,
+    RankStatus,
     variables_of_ranks,
 )
 from heterog.runtime.ranks.place import HERE, Place
@@ -57,10 +58,10 @@ class HealingHost(Host):
 
     def __init__(self, place: Place | None = None) -> None:
         super().__init__("" if place is None else "127.0.0.1", place or HERE)
-        self.shelf = Shelf(self._folder / "shelf")
-        self.shelf.folder.mkdir()
+        self.shelf = Shelf(self._folder)
         self._run_file = self._folder / "run.json"
-        self._journal: tuple[int, Path] | None = None
+        self._own: Assignment | None = None
+        self._refused: tuple[int, dict[int, RankStatus]] = -1, {}
         self._asked_s = time.monotonic()
         self._is_leaving = False
         if place is None:
@@ -90,18 +91,21 @@ class HealingHost(Host):
         """
         self.end()
         number, told = assignment.generation, self._path(assignment.generation, "assignment")
-        path, journal = self._path(number, "plan"), self._path(number, "journal")
-        own = replace(
-            assignment,
-            plan=str(path),
-            shelf=str(self.shelf.folder),
-            journal=str(journal),
-            stop=str(self._path(number, "stop")),
-        )
-        write_atomically(path, plan)
-        request.write(self._run_file)
-        write_json(told, asdict(own))
-        self._journal = number, journal
+        path = self._path(number, "plan")
+        own = replace(assignment, plan=str(path), folder=str(self._folder))
+        try:
+            own.journal.unlink(missing_ok=True)  # of the generation before, which was heard
+            write_atomically(path, plan)
+            request.write(self._run_file)
+            write_json(told, asdict(own))
+        except (InputFileError, OSError) as error:
+            if not self._is_node:
+                raise
+            # As if its ranks had been killed: others go on, with the snapshots that are here.
+            gone = RankStatus(-signal.SIGKILL, "", False, 0, str(error))
+            self._refused = number, dict.fromkeys(variables, gone)
+            return
+        self._own = own
         if not self._is_node:  # rank 0 chooses another port itself
             publish = {PORT_FILE: str(self._path(number, "port"))}
             variables = {rank: {**each, **publish} for rank, each in variables.items()}
@@ -114,15 +118,18 @@ class HealingHost(Host):
         self._asked_s = now_s = time.monotonic()
         told = super().look(generation, at)  # before the journal: who has ended has written all
         told = told._replace(is_leaving=self._is_leaving)
-        if self._journal is None or self._journal[0] != generation:
+        if self._refused[0] == generation:
+            return told._replace(generation=generation, ranks=self._refused[1])
+        if self._own is None or self._own.generation != generation:
             return told
-        events, end = read_events(self._journal[1], at)
+        events, end = read_events(self._own.journal, at)
         aged = [{**each, "at_s": now_s - float(each["at_s"])} for each in events]
         return told._replace(end=end, events=aged)
 
     def ask_to_stop(self, generation: int) -> None:
         """Ask the ranks to stop after a step."""
-        self._path(generation, "stop").touch()
+        if self._own is not None and self._own.generation == generation:
+            self._own.stop.touch()
 
     def end_generation(self, generation: int, at: int) -> HostStatus:
         """End the ranks; returns what ``look`` does."""
@@ -175,27 +182,22 @@ class HealingHost(Host):
         ray.kill(ray.get_runtime_context().current_actor)
 
 
+_NO_RAY = SimpleNamespace(
+    exceptions=SimpleNamespace(RayError=(), RayTaskError=()),
+    wait=lambda asked, **how: (asked, []),
+    get=lambda answer, **how: answer,
+)
+"""The part of Ray that a crew uses, where the answer of its only host is what a method returns."""
+
+
 class _Here:
-    """Has the part of Ray that a crew uses, where its only host is an object of this process."""
+    """That host, an object of this process, with methods as Ray's actors have them."""
 
-    exceptions = SimpleNamespace(RayError=(), RayTaskError=())
-
-    def __init__(self, host: Any) -> None:
+    def __init__(self, host: HealingHost) -> None:
         self._host = host
 
     def __getattr__(self, name: str) -> Any:
-        """A method of the host, as Ray has methods of actors."""
         return SimpleNamespace(remote=getattr(self._host, name))
-
-    @staticmethod
-    def wait(asked: Sequence[Any], **how: Any) -> tuple[Sequence[Any], list[Any]]:
-        """All answers are there."""
-        return asked, []
-
-    @staticmethod
-    def get(answer: Any, timeout: float = 0.0) -> Any:
-        """The answer is what the method returned."""
-        return answer
 
 
 class Crew:
@@ -214,12 +216,11 @@ class Crew:
         self._cluster, self._request, self._place = cluster, request, place
         self._redundancy: int | None = None
         self._host_of: Sequence[int] = [0] * cluster.num_devices
-        self._ray: Any = _Here(None)
+        self._ray: Any = _NO_RAY
         self._hosts: list[NodeHost] = []
         self._stack = ExitStack()
-        self._events: list[Event] = []
-        self._untold: dict[int, Event] = {}
-        self._first, self._last_step = 0, 0
+        self._hearing, self._events = threading.Lock(), list[Event]()
+        self._last: dict[str, int] = {}  # the last step of each kind of event that was told
         self._generation = -1
 
     def open(self, folder: Path) -> Trained | None:
@@ -233,7 +234,7 @@ class Crew:
         """
         self.host = HealingHost(self._place)
         self._stack.callback(self.host.close)
-        self._hosts = [NodeHost(self._ray, _Here(self.host), partial(self.hear, 0))]
+        self._hosts = [NodeHost(self._ray, _Here(self.host), self.hear)]
         return None
 
     def run(
@@ -263,14 +264,10 @@ class Crew:
                 used[host].hear(told)
 
     def new_events(self) -> list[Event]:
-        """Events of rank 0 since the last call, in this process's monotonic time."""
-        events, self._events = self._events, []
-        untold = {step: told for step, told in self._untold.items() if step > self._last_step}
-        self._untold = untold
-        if self._hosts[self._first].is_here:
-            return events
-        self._last_step = max(untold, default=self._last_step)
-        return [*events, *(untold[step] for step in sorted(untold))]
+        """Events of the ranks since the last call, in this process's monotonic time."""
+        with self._hearing:
+            events, self._events = self._events, []
+        return events
 
     def ask_to_stop(self) -> None:
         """Ask the ranks to stop after a step."""
@@ -278,10 +275,14 @@ class Crew:
             if host.is_here:
                 host.actor.ask_to_stop.remote(self._generation)
 
-    def newest(self, devices: Sequence[int]) -> Moment | None:
+    def newest(self, devices: Sequence[int], wait_s: float) -> Moment | None:
         """The newest snapshot with which ranks of some devices can begin.
 
         Its parts are where they can read them, or on the way there.
+
+        Args:
+            devices: Those of the ranks.
+            wait_s: Longest wait for hosts that do not answer, if no other has a snapshot.
         """
         return newest_complete(self._held().values())
 
@@ -314,22 +315,18 @@ class Crew:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def hear(self, number: int, events: Sequence[Event]) -> None:
-        """Take in a host's events; of hosts without rank 0 only steps, in case that is lost.
+    def hear(self, events: Sequence[Event]) -> None:
+        """Take in a host's events, but not what another has told before: any host may be lost.
 
-        And why there is no snapshot, which each host knows of itself.
+        Why there is no snapshot each host knows of itself.
         """
         now_s = time.monotonic()
-        for told in events:
-            event = {**told, "at_s": now_s - float(told["at_s"])}
-            step = int(event["step"]) if event["event"] == "step" else 0
-            if number == self._first:
-                self._events.append(event)
-                self._last_step = max(self._last_step, step)
-            elif step:
-                self._untold[step] = event
-            elif event["event"] == "no snapshot":
-                self._events.append(event)
+        with self._hearing:
+            for told in events:
+                what = told["event"]
+                if what == "no snapshot" or told["step"] > self._last.get(what, -1):
+                    self._last[what] = told.get("step", -1)
+                    self._events.append({**told, "at_s": now_s - float(told["at_s"])})
 
     def _held(self) -> dict[int, list[Part]]:
         """Parts of snapshots that each host holds, by the number of those that answer."""
@@ -339,7 +336,7 @@ class Crew:
 
     def _variables(self, devices: Sequence[int]) -> Mapping[int, Mapping[int, dict[str, str]]]:
         """Environment variables of each host's ranks; none if the host of rank 0 is lost."""
-        host = self._hosts[self._first]
+        host = self._hosts[self._host_of[devices[0]]]
         if (told := self._answer(host.actor.meeting_place.remote(), [host])) is None:
             return {}  # who waits for the ranks sees that the host is lost
         return variables_of_ranks(self._host_of, devices, *told)
@@ -347,13 +344,11 @@ class Crew:
     def _begin(self, trained: Trained, assignment: Assignment) -> None:
         """Start the ranks of a generation."""
         of_ranks = [self._host_of[device] for device in trained.running.devices]
-        self._generation, self._first = trained.generation, of_ranks[0]
-        self._events, self._untold, self._last_step = [], {}, 0
-        writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
-        own = tuple(writers.values())
-        assignment = replace(assignment, redundancy=self._redundancy, writers=own)
+        self._generation = trained.generation
+        self._events, self._last = [], {}
+        assignment = replace(assignment, redundancy=self._redundancy)
         plan = Path(assignment.plan).read_bytes()
-        for number in writers:
+        for number in set(of_ranks):
             self._hosts[number].position = trained.generation, 0
         for number, variables in self._variables(trained.running.devices).items():
             self._hosts[number].actor.begin.remote(assignment, plan, self._request, variables)

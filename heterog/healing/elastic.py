@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from heterog.errors import HeterogError
+from heterog.runtime.ranks.forks import fields_of_process
 from heterog.runtime.ranks.links import CUT_S, end_connections, own_addresses
 from heterog.runtime.step.collectives import gather_texts
 
@@ -25,6 +26,8 @@ _LOG = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
 """Seconds for which a rank that is told to end may go on with its step; torchrun waits for 30."""
+ROUND = "HETEROG_ROUND"
+"""Variable with the number of times that hosts have met before; absent under plain torchrun."""
 _LOOK_S = 0.25
 """Seconds between looks for machines that are cut off."""
 
@@ -106,10 +109,20 @@ def exit_now() -> None:
     os._exit(1)
 
 
+def has_met() -> bool:
+    """Whether hosts of this job have met before, as far as torchrun's agent knows."""
+    return os.environ.get(ROUND, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0"
+
+
 def path_of_host() -> Path:
-    """Path of the folder of this host's snapshots, for its ranks and their agent."""
+    """Path of the folder of this host's snapshots, for its ranks and their agent.
+
+    Its name has the agent's id and when it began: in containers many agents have the same id, and
+    the folder of one that could not be removed would be taken for that of the next.
+    """
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    return Path(tempfile.gettempdir()) / f"heterog-loop-{os.getuid()}-{pid}"
+    begun = fields_of_process(pid)[19] if sys.platform == "linux" else "0"
+    return Path(tempfile.gettempdir()) / f"heterog-loop-{os.getuid()}-{pid}-{begun}"
 
 
 def folder_of_host() -> Path:
@@ -126,7 +139,7 @@ def folder_of_host() -> Path:
     else:
         script = 'while kill -0 "$1"; do sleep 1; done; rm -rf -- "$2"'
         subprocess.Popen(
-            ["/bin/sh", "-c", script, "heterog-cleaner", folder.name.split("-")[-1], str(folder)],
+            ["/bin/sh", "-c", script, "heterog-cleaner", folder.name.split("-")[-2], str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -32,6 +32,10 @@ from heterog.search.plan import Plan
 _FIRST_PLAN_S = 300.0
 """Longest wait for a plan after a loss: a search keeps its budget, but loading and compiling for
 the first time may take minutes."""
+_MOST_MOVES = 100
+"""Number of changes of plan after which a job is given up that loses a rank."""
+_BACK_S = 30.0
+"""Longest wait for hosts that do not answer, where those that do have no complete snapshot."""
 
 
 def check_can_heal(plan: Plan, path: Path) -> None:
@@ -127,9 +131,9 @@ class HealingJob:
             self._folder = stack.enter_context(temporary_folder())
             stack.enter_context(rank_forks(RANKS_OWN))  # one for all generations
             stack.callback(self._crew.close)
-            planning = Service("heterog.healing.planning")  # which imports while others start
+            # It imports while others start.
+            planning = Service("heterog.healing.planning", (self._path, self._source))
             stack.callback(planning.close)
-            planning.ask((self._path, self._source))
             every = tuple(range(self._whole.num_devices))
             first = Choice(path=str(self._path), method=self._plan.method, devices=every)
             begun = self._crew.open(self._folder)
@@ -144,6 +148,13 @@ class HealingJob:
             )
             if begun is not None:
                 self._go_on(begun)
+            elif found_ns := self._checkpoint_ns():
+                self.trained.checkpoint_ns = found_ns
+                if self._resume != str(Path(self.options.checkpoint).resolve()):
+                    self._say(
+                        f"{self.options.checkpoint} has a checkpoint that will be replaced; "
+                        "`resume` goes on from it"
+                    )
             self.steering.steps_left = self._steps_left()
             self.steering.begin_generation(None, "first")  # a rank may be lost in the first step
             if self.options.checkpoint:
@@ -164,7 +175,7 @@ class HealingJob:
         if not begun.is_running:
             used = set(filter(self._crew.is_here, used))
         self.steering.leave_out(set(range(self._whole.num_devices)) - used)
-        if self.options.checkpoint and (Path(self.options.checkpoint) / CHECKPOINT_INDEX).exists():
+        if self._checkpoint_ns() != begun.checkpoint_ns:
             self._resume = self.options.checkpoint
         done = max(self.trained.losses, default=0)
         why = f"who leads the job was lost, and is there again after step {done}"
@@ -173,6 +184,11 @@ class HealingJob:
         else:
             begun.generation += 1
             self._begin_move("lost", why)
+
+    def _checkpoint_ns(self) -> int:
+        """When the checkpoint in the folder for them was written; 0 if there is none."""
+        index = Path(self.options.checkpoint) / CHECKPOINT_INDEX
+        return index.stat().st_mtime_ns if self.options.checkpoint and index.exists() else 0
 
     # --- generations -----------------------------------------------------------------------------
 
@@ -187,7 +203,7 @@ class HealingJob:
             self._crew.run(self.trained, assignment, self._watch)
         except LaunchError as error:
             self._hear()
-            if not error.lost or len(self.trained.moves) >= self.options.most_losses:
+            if not error.lost or len(self.trained.moves) >= _MOST_MOVES:
                 raise
             self._lose(error.lost)
             return
@@ -216,36 +232,29 @@ class HealingJob:
         Raises:
             HeterogError: nothing fits on what is left, or the state is lost.
         """
-        moment = None
-        if self.trained.generation:
-            try:
-                self._choose()
-            except (OSError, RuntimeError, ValueError) as error:
-                raise HeterogError(str(error)) from error
-        running = self.steering.running
-        self.trained.planned(running.method, len(running.devices), time.monotonic())
-        if self.trained.generation:
-            moment = to_go_on_from(
-                self._crew.newest(running.devices),
-                has_begun=self.trained.has_snapshot,
-                has_checkpoint=bool(self._resume),
+        trained, steering = self.trained, self.steering
+        moment, checkpoint = None, self._resume
+        if trained.generation:
+            change, self._change = self._change, None
+            steering.steps_left = self._steps_left()
+            choice = change.choice if change else steering.plan_for_loss(_FIRST_PLAN_S)
+            steering.begin_generation(choice, change.kind if change else "lost")
+        running = steering.running
+        trained.planned(running.method, len(running.devices), time.monotonic())
+        if trained.generation:
+            wait_s = _BACK_S if trained.was_kept else 0.0
+            moment = self._crew.newest(running.devices, wait_s)
+            checkpoint = to_go_on_from(
+                moment, checkpoint, was_kept=trained.was_kept, say=self._say
             )
+            trained.was_kept |= moment is not None
         return Assignment(
-            generation=self.trained.generation,
+            generation=trained.generation,
             plan=running.path,
             last=self.last,
             moment=moment,
-            checkpoint=self._resume if moment is None else "",
+            checkpoint=checkpoint,
         )
-
-    def _choose(self) -> None:
-        """Take the plan that was decided for, or make one for what is left."""
-        change, self._change = self._change, None
-        if change is not None:
-            self.steering.begin_generation(change.choice, change.kind)
-            return
-        self.steering.steps_left = self._steps_left()
-        self.steering.begin_generation(self.steering.plan_for_loss(_FIRST_PLAN_S), "lost")
 
     # --- while ranks train -----------------------------------------------------------------------
 
@@ -286,13 +295,10 @@ class HealingJob:
         """The measurements of ``run_ranks`` and a report of the healing."""
         trained = self.trained
         return {
-            "model": self._plan.graph.name,
-            "cluster": self._whole.name,
             "method": self.steering.running.method,
             "num_ranks": len(self.steering.running.devices),
             "num_steps_before": self.last - len(trained.losses),
-            "predicted_step_time_s": self._plan.step_time_s,
-            **trained.measured(),
+            **trained.measured(self._plan),
             "trials": [trial.to_json() for trial in self.steering.trials],
             "snapshots": {
                 "number": trained.num_snapshots,

@@ -24,14 +24,11 @@ from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
 from heterog.healing import elastic
 from heterog.healing.elastic import LEAVE_S, folder_of_host, gather, on_sigterm, set_silence
-from heterog.healing.shelf import NEVER, Moment, Shelf, Snapshot, newest_complete, parts_of
+from heterog.healing.shelf import ANEW, NEVER, Moment, Shelf, Snapshot, newest_complete, parts_of
 from heterog.healing.snapshots import SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import option_like
 from heterog.runtime.ranks.forks import end_with_parent
-
-_SILENT_S = 1800.0
-"""Seconds without an answer after which a process group gives up by itself."""
 
 
 class HealingLoop:
@@ -87,7 +84,6 @@ class HealingLoop:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._who = gather(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
         elastic.end_cut_links()
-        self._silent_s = silent_s or _SILENT_S
         if silent_s:  # from here on: ranks may start at different times
             set_silence(silent_s)
         self._local = int(os.environ.get("LOCAL_RANK", self._rank))
@@ -112,9 +108,7 @@ class HealingLoop:
         told = gather([host, seen, own])
         generation = 1 + max(seen for _, seen, _ in told)
         hosts, part = [host for host, _, _ in told], (self._local, self._num_local)
-        self._writer = SnapshotWriter(
-            self._shelf, generation, part, hosts, silent_s=self._silent_s
-        )
+        self._writer = SnapshotWriter(self._shelf, generation, part, hosts, say=self._say_failed)
         found = [Moment(*each) if each else NEVER for _, _, each in told]
         if (newest := max(found)).num_parts:
             self._writer.bring(name for part in parts_of(newest) for name in part.files)
@@ -137,6 +131,8 @@ class HealingLoop:
             about = {**contents.extra, "num_steps": contents.num_steps}
             self._take_over(about, read_tensors(contents, folder, names))
             self.resumed_from = f"checkpoint {folder}"
+        elif self._rank == 0 and elastic.has_met():
+            print(f"heterog: {ANEW}", file=sys.stderr, flush=True)
         return bool(self.resumed_from)
 
     def end_step(self) -> None:
@@ -171,6 +167,9 @@ class HealingLoop:
             self._writing.close()
 
     # --- parts -----------------------------------------------------------------------------------
+
+    def _say_failed(self, why: str) -> None:
+        print(f"heterog: no snapshot was taken: {why}", file=sys.stderr, flush=True)
 
     def _entries(self) -> list[Entry]:
         """Tensors that this rank writes; those of a host have about equally many bytes each."""

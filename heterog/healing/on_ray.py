@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +42,7 @@ from heterog.runtime.ranks.on_ray import (
     placed,
 )
 from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offers
+from heterog.runtime.ranks.watching import POLL_S
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
@@ -84,7 +84,7 @@ class RayCrew(Crew):
         group = self._group()
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
-            self._hosts.append(NodeHost(self._ray, actor, partial(self.hear, number)))
+            self._hosts.append(NodeHost(self._ray, actor, self.hear))
         kept = self._ray.experimental.internal_kv._internal_kv_get(self._name)
         if kept is not None:
             return self._as_it_is(*pickle.loads(kept))
@@ -99,14 +99,22 @@ class RayCrew(Crew):
         """See ``Crew``: those of its host."""
         return self._cluster.host_devices(self._host_of[device])
 
-    def newest(self, devices: Sequence[int]) -> Moment | None:
+    def newest(self, devices: Sequence[int], wait_s: float) -> Moment | None:
         """See ``Crew``; parts that only other hosts have are brought to one of these devices'.
 
         Ranks copy files among their own hosts. If a host is lost meanwhile that had a part alone,
-        the snapshot before serves.
+        the snapshot before serves. One that was cut off still has its parts when it answers again.
         """
         used = sorted({self._host_of[device] for device in devices})
         hosts, held = [self._hosts[number] for number in used], self._held()
+        until_s = time.monotonic() + wait_s
+        while newest_complete(held.values()) is None and time.monotonic() < until_s:
+            if all(host.is_here for host in self._hosts):
+                break  # nobody else can have one
+            time.sleep(POLL_S)
+            for host in self._hosts:
+                host.look()
+            held = self._held()
 
         def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
             asked = hosts[0].actor.take.remote(part, *files)
@@ -150,8 +158,7 @@ class RayCrew(Crew):
         shelf = Shelf(self._lent)
 
         def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
-            come = self._answers(dict(enumerate(files)), None)
-            return len(come) == len(files) and shelf.take(part, [*come.values()])
+            return shelf.take(part, [self._answer(each, [giver]) for each in files])
 
         with suppress(OSError, HeterogError):  # there is no room, or the job has ended
             held = self._held()
@@ -228,7 +235,7 @@ class RayCrew(Crew):
     def _as_it_is(self, trained: Trained, plan: bytes) -> Trained:
         """The job, which began as another leader has left it; and whether its ranks are there."""
         of_ranks = [self._host_of[device] for device in trained.running.devices]
-        self._generation, self._first = trained.generation, of_ranks[0]
+        self._generation = trained.generation
         self._look_at_all(SILENT_S, trained.generation)
         for event in self.new_events():
             trained.hear(event)

@@ -29,7 +29,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.healing.choices import Choice, Question
-from heterog.healing.elastic import end_cut_links, exit_now, folder_of_host, on_sigterm
+from heterog.healing.elastic import exit_now, folder_of_host, has_met, on_sigterm
 from heterog.healing.job import check_can_heal, last_step
 from heterog.healing.options import HealOptions
 from heterog.healing.rank import HealingRank
@@ -43,6 +43,8 @@ from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.ranks.host_places import HOST, RankHas, own_place, ranks_in_plan, say_to_all
 from heterog.runtime.request import RunRequest
 
+_PLAN = "left-{}.json"
+"""Name of a plan for some devices."""
 _SILENT_S = 6.0
 """Least seconds without an answer after which a host counts as lost, as on Ray."""
 _SILENT_STEPS = 10.0
@@ -51,6 +53,8 @@ _PLANNED_S = 300.0
 """Longest wait for the rank that plans, which may have to compile."""
 _RESTART_S = 8.0
 """Seconds from a loss to the next step beside what is moved, in trials; moves are judged by it."""
+_OTHERS_S = 60.0
+"""Seconds to wait for hosts that may have what is missing, before the job ends without it."""
 _NICENESS = 5
 """Value of ``nice`` for plans that are prepared: nobody waits for them."""
 
@@ -106,20 +110,17 @@ class Generation:
             os.environ[HOST] = before[-1]["host"]
         self.store = meet(request.limits.timeout_s)
         # What each rank has, the last and first generation that its host knows, whether it knows
-        # of a snapshot, and parts there.
+        # that a snapshot was complete, and parts there.
         numbers = [before[each]["generation"] if before else -1 for each in (-1, 0)]
-        taken, taken_up = (
-            read_events(self.journal, event=each)[0] for each in ("snapshot", "taken up")
-        )
-        knows = any(each["is_settled"] for each in taken) or any(e["num_bytes"] for e in taken_up)
-        own = asdict(own_place()), *numbers, knows, Shelf(self.folder).parts()
+        kept = read_events(self.journal, event="kept")[0] or (before and before[-1]["was_kept"])
+        own = asdict(own_place()), *numbers, bool(kept), Shelf(self.folder).parts()
         texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
         said = zip(*map(json.loads, texts), strict=True)
-        places, lasts, told_since, self._knows, self._parts = said
+        places, lasts, told_since, kept, self._parts = said
         cluster, rank = self.whole.cluster, int(os.environ["RANK"])
         device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
         device, self.devices = device_of[rank], tuple(sorted(device_of))
-        self.number = 1 + max(lasts)
+        self.number, self._was_kept = 1 + max(lasts), any(kept)
         first_of = {cluster.host_of[each]: each for each in reversed(self.devices)}
         self._firsts = sorted(first_of.values())  # the first device of each host that is there
         self.is_first, self.is_first_of_host = device == self.devices[0], device in self._firsts
@@ -134,44 +135,48 @@ class Generation:
         Raises:
             HeterogError: nothing fits on what is left, or the state is lost.
         """
-        parts = [[Part(Moment(*when), number) for when, number in each] for each in self._parts]
         resume = self.request.resume
-        moment = to_go_on_from(
-            newest_complete(parts), has_begun=any(self._knows), has_checkpoint=resume is not None
-        )
+        checkpoint = str(resume.resolve()) if resume is not None else ""
+        parts = [[Part(Moment(*when), number) for when, number in each] for each in self._parts]
+        moment = newest_complete(parts)
+        if moment is None and self._was_kept:
+            self._wait_for_others("no complete snapshot is left here")
+        if self.number or has_met():
+            checkpoint = to_go_on_from(moment, checkpoint, was_kept=self._was_kept, say=self._say)
         limit_s = max(_PLANNED_S, self.request.limits.timeout_s)
         own = self._plan_text(limit_s) if self.is_first else ""
         text = "".join(say_to_all(self.store, "heterog/plan/", own, limit_s))
         if text.startswith("error "):
-            raise HeterogError(text.removeprefix("error "))
+            why = text.removeprefix("error ")
+            self._wait_for_others(why)
+            raise HeterogError(why)
         plan = self._file_of(self.devices)
         if plan != self.request.plan:
             write_atomically(plan, text.encode())
         method, seconds = json.loads(text).get("method", ""), time.monotonic() - self._begun_s
         about = {"generation": self.number, "host": self._host, "devices": self.devices}
-        self.tell("began", **about, method=method, seconds=seconds)
+        was_kept = self._was_kept or moment is not None
+        self.tell("began", **about, method=method, seconds=seconds, was_kept=was_kept)
         os.environ[HOST] = self._host  # by which the plan's ranks are found
         return Assignment(
             generation=self.number,
             plan=str(plan),
             last=last_step(self.request),
             moment=moment,
-            checkpoint=str(resume.resolve()) if resume is not None and moment is None else "",
-            shelf=str(self.folder),
-            journal=str(self.journal),
-            stop=str(self.folder / f"stop{self.number}"),
+            checkpoint=checkpoint,
+            folder=str(self.folder),
             redundancy=self.options.redundancy,
-            writers=tuple(map(self.devices.index, self._firsts)),
         )
 
     def questions(self) -> list[Question]:
-        """A question about the loss of each host that is there, but for the last."""
+        """A question about the loss of each host for which there is no plan, but for the last."""
         host_of = self.whole.cluster.host_of
         left = [
             tuple(each for each in self.devices if host_of[each] != host_of[first])
             for first in self._firsts
         ]
-        return [self._question(each, self.devices) for each in left if each]
+        without_plan = [each for each in left if each and not self._file_of(each).exists()]
+        return [self._question(each, self.devices) for each in without_plan]
 
     def tell(self, event: str, **said: Any) -> None:
         """Write an event that each host knows, if this rank is its first."""
@@ -180,26 +185,38 @@ class Generation:
 
     # --- parts -----------------------------------------------------------------------------------
 
+    def _say(self, line: str) -> None:
+        if self.is_first:
+            print(f"heterog: {line}", file=sys.stderr, flush=True)
+
+    def _wait_for_others(self, why: str) -> None:
+        """Wait for hosts that are missing: when one comes, torchrun ends this rank meanwhile."""
+        if len(self.devices) < self.whole.cluster.num_devices:
+            self._say(f"{why}; waiting {_OTHERS_S:g} s for hosts that are missing")
+            time.sleep(_OTHERS_S)
+
     def _plan_text(self, limit_s: float) -> str:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
+        first = self.request.plan, self.request.source_of(self.whole)
         # Nothing was computed yet, and no accelerator, which no fork could use, is here.
-        planning = Service("heterog.healing.planning", is_forked=not has_accelerator())
-        read = planning.ask((self.request.plan, self.request.source_of(self.whole)))
-        self.planning, path = planning, self._file_of(self.devices)
-        if not path.exists():
+        planning = Service("heterog.healing.planning", first, is_forked=not has_accelerator())
+        self.planning, path, why = planning, self._file_of(self.devices), ""
+        while not path.exists():
             asked = planning.ask(self._question(self.devices, self._before))
             try:
-                planning.answer_to(read, limit_s)
+                planning.answer_to(0, limit_s)
                 planning.answer_to(asked, limit_s)
             except HeterogError as error:
-                return f"error {error}"
+                if why or not planning.has_ended:
+                    return f"error {error}"
+                why = str(error)  # it was killed: once more
         return path.read_text()
 
     def _file_of(self, devices: tuple[int, ...]) -> Path:
         """File of the plan for some devices; there may be none."""
         if len(devices) == self.whole.cluster.num_devices:
             return self.request.plan
-        return self.folder / f"left-{'-'.join(map(str, devices))}.json"
+        return self.folder / _PLAN.format("-".join(map(str, devices)))
 
     def _question(self, devices: tuple[int, ...], running: tuple[int, ...]) -> Question:
         """The question for a plan for some devices, by those that ran before."""
@@ -219,27 +236,28 @@ class TorchrunRank(HealingRank):
 
     def __init__(self, generation: Generation, assignment: Assignment) -> None:
         self._planning = generation.planning
-        stop = Path(assignment.stop)
-        stop.unlink(missing_ok=True)  # of one that did not get as far as to train
+        assignment.stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         super().__init__(
             generation.request,
             assignment,
             store=generation.store,
             silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
         )
-        self._unasked = generation.questions()
-        self._ask_next()
-        end_cut_links()
-        on_sigterm(stop.touch)
+        self._folder, self._given = generation.folder, set[str]()
+        if self._planning is not None:
+            self._asked = self._planning.ask(generation.questions(), niceness=_NICENESS)
+        on_sigterm(assignment.stop.touch)
 
     def look(self) -> None:
-        """Take plans that were prepared, and ask for more."""
-        while self._planning is not None and (found := self._planning.next_answer()):
-            question, answer = found
-            if isinstance(answer, Choice):
-                self._give(Path(answer.path))
-            if question > 1:  # the first was to read the plan
-                self._ask_next()
+        """Let other hosts have plans that were prepared."""
+        if self._planning is not None:
+            answered = [number for number, _ in iter(self._planning.next_answer, None)]
+            plans = {path.name for path in self._folder.glob(_PLAN.format("*"))}
+            self._writer.further += sorted(plans - self._given)
+            self._given |= plans
+            if self._asked in answered:
+                self._planning.close()
+                self._planning = None
 
     def end(self, is_done: bool) -> None:
         """See ``HealingRank``; what is not prepared by now is not needed."""
@@ -251,22 +269,6 @@ class TorchrunRank(HealingRank):
         super()._write(event, **said)
         if event == "no snapshot":  # nobody else tells it
             print(f"heterog: no snapshot was taken: {said['why']}", file=sys.stderr, flush=True)
-
-    def _ask_next(self) -> None:
-        """Ask for the next plan that is not there, and let other hosts have those that are."""
-        while self._planning is not None:
-            if not self._unasked:
-                self._planning.close()
-                self._planning = None
-                return
-            question = self._unasked.pop(0)
-            if not Path(question.path).exists():
-                self._planning.ask(question, niceness=_NICENESS)
-                return
-            self._give(Path(question.path))
-
-    def _give(self, plan: Path) -> None:
-        self._writer.further.append(plan.name)
 
 
 def measured(generation: Generation) -> dict[str, Any]:
@@ -289,13 +291,7 @@ def measured(generation: Generation) -> dict[str, Any]:
             move.detect_s, detect_s = detect_s, 0.0
             trained.planned(event["method"], len(now), at_s)
         before = now
-    return {
-        "model": generation.whole.graph.name,
-        "cluster": cluster.name,
-        "num_ranks": len(generation.devices),
-        "predicted_step_time_s": generation.whole.step_time_s,
-        **trained.measured(),
-    }
+    return {"num_ranks": len(generation.devices), **trained.measured(generation.whole)}
 
 
 def heal(path: Path) -> None:

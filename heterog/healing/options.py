@@ -20,7 +20,6 @@ class HealOptions:
             further loss of the device. 0 never tries.
         slow_factor: Factor over its planned time, relative to the other devices, from which a
             device counts as slow; 0 turns the check off.
-        most_losses: Number of losses after which the job is given up.
         checkpoint: Folder of checkpoints written beside training; empty for none.
         checkpoint_s: Seconds between checkpoints.
         num_trials: Number of plans near the running one that are tried on the job's own steps.
@@ -33,7 +32,6 @@ class HealOptions:
     search_budget: str = "30s"
     back_after_s: float = 60.0
     slow_factor: float = 1.5
-    most_losses: int = 100
     checkpoint: str = ""
     checkpoint_s: float = 60.0
     num_trials: int = 0

@@ -5,6 +5,7 @@ lost. A new question ends the search for the one before, whose answer is then th
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,11 +14,10 @@ from typing import Any
 from heterog.agents.improver import led_by, load_improver
 from heterog.agents.planners import default_methods
 from heterog.cluster.topology import Cluster
-from heterog.errors import StrategyError
+from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import capture_step
-from heterog.healing.busy import device_seconds
 from heterog.healing.choices import Choice, Question
-from heterog.healing.costs import SlowedCosts, slowed, transfer_s
+from heterog.healing.costs import SlowedCosts, device_seconds, slowed, transfer_s
 from heterog.healing.service import answer_questions
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import (
@@ -106,6 +106,12 @@ class Planning:
             stay_step_s=self._stay_step_s(question),
             moving_s=self._moving_s(question, plan.strategy),
         )
+
+    def prepare(self, questions: Sequence[Question]) -> None:
+        """Make plans for later, as far as there are any."""
+        for each in questions:
+            with suppress(HeterogError):
+                self.answer(each)
 
     def _plan(self, question: Question, evaluator: Evaluator) -> Plan:
         """The plan with which the job ends first."""
@@ -251,6 +257,8 @@ def main() -> None:
             if source:
                 begun[0].capture(source)
             return begun[0].busy_s
+        if isinstance(question, list):
+            return begun[0].prepare(question)
         return begun[0].answer(question)
 
     def heard() -> None:

@@ -4,26 +4,31 @@
 
 The run file says how to train, and the assignment with which plan.
 
-After each step the ranks agree on a few numbers (one all-reduce of 32 bytes, which is also the
-barrier): whether it is too early for a snapshot on some rank, whether the last one failed there,
-whether somebody wants the ranks to stop, and whether it is time to say how long each computes.
+After each step the ranks agree on a few numbers (one all-reduce of 40 bytes, which is also the
+barrier): whether parts of a snapshot are on their way from some rank, whether it is too early for
+the next one or the last one failed there, whether somebody wants the ranks to stop, and whether it
+is time to say how long each computes.
 """
 
 import math
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from heterog.errors import InputFileError
 from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.healing.busy import BusyClock, device_seconds
-from heterog.healing.elastic import any_rank, set_silence
-from heterog.healing.record import Assignment, write_event
+from heterog.healing.costs import BusyClock, device_seconds
+from heterog.healing.elastic import any_rank, end_cut_links, set_silence
+from heterog.healing.record import Assignment, Event, write_events
 from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
 from heterog.healing.snapshots import SnapshotWriter
 from heterog.lowering import lower
@@ -67,31 +72,38 @@ class HealingRank:
         silent_s: float = 0.0,
     ) -> None:
         self._request, self._assignment, self._silent_s = request, assignment, silent_s
-        self._stop, journal = Path(assignment.stop), Path(assignment.journal)
         self._plan = plan = load_plan(assignment.plan)
-        self._step, workload = set_up(plan, request, store, _captured.get(journal.parent))
+        folder = Path(assignment.folder)
+        self._step, workload = set_up(plan, request, store, _captured.get(folder))
         self._rank = dist.get_rank()
-        self._journal = journal if self._rank in assignment.writers else None
+        host_of, redundancy = plan.cluster.host_of, assignment.redundancy
+        if redundancy is None:
+            host_of, redundancy = (0,) * len(host_of), 0
+        # The first rank of each host writes a journal, as any host may be lost.
+        is_first = host_of.index(host_of[self._rank]) == self._rank
+        self._journal = assignment.journal if is_first else None
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
         self._batch = workload.make_batch()
         tell("taking the state up")
-        self._shelf = Shelf(Path(assignment.shelf))
+        self._shelf = Shelf(folder)
         # All of this rank, but for that by which files are copied, which may take long.
         self._groups = list(dist.distributed_c10d._world.pg_map)
-        is_apart = assignment.redundancy is not None
         self._writer = SnapshotWriter(
             self._shelf,
             assignment.generation,
             (self._rank, dist.get_world_size()),
-            plan.cluster.host_of if is_apart else (0,),
-            assignment.redundancy or 0,
-            silent_s or request.limits.timeout_s,
+            host_of,
+            redundancy,
+            self._say_failed,
         )
+        self._is_kept = False  # any snapshot of this generation, as was told
+        self._untold: list[Event] = []
+        if silent_s:
+            end_cut_links()
         self._take_up()
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
         self._looked = 0, 0.0  # number of steps and time at the last report
-        self._failed = ""  # why there was no last snapshot, as far as it was told
 
     def train(self) -> bool:
         """Train until the last step or until asked to stop; returns whether all is done."""
@@ -116,12 +128,15 @@ class HealingRank:
             if is_next and self._silent_s:
                 set_silence(self._silent_s, self._groups)
             is_next, is_wanted, is_due = self._writer.end_step(
-                self._stop.exists(), self._rank == 0 and self._is_due(number)
+                self._assignment.stop.exists(), self._rank == 0 and self._is_due(number)
             )
             end_s = time.perf_counter()
             told = loss if math.isfinite(loss) else None  # JSON has nothing else
             # Before the snapshot, from which others may go on although this rank ends within it.
             self._write("step", step=number, loss=told, seconds=end_s - begin_s)
+            if self._writer.settled is not None and not self._is_kept:
+                self._is_kept = True
+                self._write("kept", step=number)
             begin_s = end_s
             if is_next:
                 self._take_snapshot(number)
@@ -151,7 +166,16 @@ class HealingRank:
         self._write("done" if is_done else "stopped", step=self._step.num_steps)
 
     def _write(self, event: str, **said: Any) -> None:
-        write_event(self._journal, event, **said)
+        """Write an event, and those for which there was no room before."""
+        if self._journal is not None:
+            self._untold.append({"event": event, "at_s": time.monotonic(), **said})
+            with suppress(OSError):
+                write_events(self._journal, self._untold)
+                self._untold.clear()
+
+    def _say_failed(self, why: str) -> None:
+        host = self._plan.cluster.hosts[self._plan.cluster.host_of[self._rank]].name
+        self._write("no snapshot", why=f"{host}: {why}")
 
     def _wait_for_writing(self) -> None:
         """Let ranks wait for others that write to a disk, for longer than for a step."""
@@ -164,13 +188,13 @@ class HealingRank:
         moved = torch.zeros(2, dtype=torch.int64)
         if moment is not None:
             names = [part.name for part in parts_of(moment)]
-            self._writer.bring(f"{name}{INDEX}" for name in names)
+            self._bring(f"{name}{INDEX}" for name in names)
             snapshot = Snapshot(self._shelf, moment)
             contents, where = snapshot.contents, Path("in memory")
             check_fits(step, step.model, contents, where)
             state = NewState(step, step.model, contents)
             wanted = needed(contents, state.wanted)
-            self._writer.bring({names[part_of(contents.tensors[each])] for each in wanted})
+            self._bring({names[part_of(contents.tensors[each])] for each in wanted})
             read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
@@ -180,6 +204,16 @@ class HealingRank:
         dist.all_reduce(moved)
         num_bytes, far_bytes = moved.tolist()
         self._write("taken up", step=step.num_steps, num_bytes=num_bytes, far_bytes=far_bytes)
+
+    def _bring(self, names: Iterable[str]) -> None:
+        """Bring files here; without room for them this rank counts as lost, and others go on."""
+        try:
+            self._writer.bring(names)
+        except InputFileError as error:
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # its agent leaves
+                raise
+            print(f"heterog: rank {self._rank}: {error}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_due(self, number: int) -> bool:
         """Whether it is time to say how long each rank on a CPU computes."""
@@ -210,15 +244,12 @@ class HealingRank:
             "optimizer": graph.optimizer,
             "num_steps": step.num_steps,
         }
-        writer, before = self._writer, self._failed
-        self._failed = writer.failed
-        if self._failed and not before:
-            host = self._plan.cluster.hosts[self._plan.cluster.host_of[self._rank]].name
-            self._write("no snapshot", why=f"{host}: {self._failed}")
+        writer = self._writer
         self._wait_for_writing()
         writer.take(number, *own_entries(step, step.model), about)
-        told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}
-        self._write("snapshot", step=number, is_settled=writer.settled is not None, **told)
+        if self._rank == 0:
+            told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}
+            self._write("snapshot", step=number, **told)
 
     def _leave_all(self, number: int) -> None:
         """Take a snapshot of this step, unless there is one, and wait until it is copied."""

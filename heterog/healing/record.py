@@ -1,18 +1,20 @@
 """What ranks are told to do, and what they tell: their journal, and the record that is made of it.
 
-A rank that is killed leaves at most one unfinished line at the end of the journal, which is not
-read.
+A rank that is killed, or a full disk, leaves at most one line without an end, which is not read.
 """
 
 import json
 import statistics
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from heterog.healing.choices import NO_PLAN, Choice
 from heterog.healing.shelf import Moment
+from heterog.search.plan import Plan
 
 Event = dict[str, Any]
 
@@ -27,13 +29,9 @@ class Assignment:
         last: Number of the last step to train.
         moment: Snapshot to begin with, if there is one.
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
-        shelf: Folder of the snapshots that are read and written.
-        journal: Path of the file for events.
-        stop: Path of a file whose existence asks the ranks to stop after a step.
+        folder: Folder of the host, with parts of snapshots and the journal.
         redundancy: Number of other hosts that hold each part, too; ``None`` where all ranks have
             one shelf.
-        writers: Ranks that write a journal: rank 0, and one on each other host, whose journal has
-            the last steps if the host of rank 0 is lost.
     """
 
     generation: int
@@ -41,18 +39,34 @@ class Assignment:
     last: int
     moment: Moment | None
     checkpoint: str
-    shelf: str = ""
-    journal: str = ""
-    stop: str = ""
+    folder: str = ""
     redundancy: int | None = None
-    writers: tuple[int, ...] = (0,)
+
+    @property
+    def journal(self) -> Path:
+        """Path of the file for events."""
+        return Path(self.folder, "journal.jsonl")
+
+    @property
+    def stop(self) -> Path:
+        """Path of a file whose existence asks the ranks to stop after a step."""
+        return Path(self.folder, f"stop{self.generation}")
 
 
-def write_event(path: Path | None, event: str, **said: Any) -> None:
-    """Append an event with the current time to a journal, if there is one: a line of JSON."""
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps({"event": event, "at_s": time.monotonic(), **said}) + "\n")
+def write_events(path: Path, events: Sequence[Event]) -> None:
+    """Append events to a journal, each a line of JSON that begins with its name.
+
+    Raises:
+        OSError: for example, there is no room; part of them may be there.
+    """
+    with path.open("a") as file:
+        # A line that was begun before and has no end is not read.
+        file.write("\n" + "".join(json.dumps(event) + "\n" for event in events))
+
+
+def write_event(path: Path, event: str, **said: Any) -> None:
+    """Append an event with the current time to a journal."""
+    write_events(path, [{"event": event, "at_s": time.monotonic(), **said}])
 
 
 def read_events(path: Path, at: int = 0, event: str = "") -> tuple[list[Event], int]:
@@ -70,8 +84,12 @@ def read_events(path: Path, at: int = 0, event: str = "") -> tuple[list[Event], 
         content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
     begin = f'{{"event": "{event}'.encode()
-    lines = [line for line in whole.splitlines() if line.startswith(begin)]
-    return [json.loads(line) for line in lines], at + len(whole)
+    events: list[Event] = []
+    for line in whole.splitlines():
+        if line.startswith(begin):
+            with suppress(ValueError):  # it has no end
+                events.append(json.loads(line))
+    return events, at + len(whole)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,8 +139,9 @@ class Trained:
         moves: Changes of plan in order.
         snapshot_bytes: Size of the largest part of a snapshot that rank 0 has sent.
         num_snapshots: Number of snapshots begun.
-        has_snapshot: Whether one of them is known to be complete.
+        was_kept: Whether one of them is known to have been complete.
         copy_s: Seconds that rank 0 spent copying its parts, during which training waits.
+        checkpoint_ns: When the checkpoint was written that was there before the job; 0 for none.
         last_event_s: Time of the last event, by the monotonic clock.
         is_done: Whether the last step was done.
     """
@@ -135,8 +154,9 @@ class Trained:
     moves: list[Move] = field(default_factory=list)
     snapshot_bytes: int = 0
     num_snapshots: int = 0
-    has_snapshot: bool = False
+    was_kept: bool = False
     copy_s: float = 0.0
+    checkpoint_ns: int = 0
     last_event_s: float = 0.0
     is_done: bool = False
     _taken_up_s: float = 0.0
@@ -156,13 +176,12 @@ class Trained:
             self.last_event_s = at_s
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Update the record with an event of rank 0."""
+        """Update the record with an event of the ranks."""
         at_s = float(event["at_s"])
         move = self.moves[-1] if self.moves else None
         match event["event"]:
             case "taken up":
                 self._forget_after(int(event["step"]))
-                self.has_snapshot |= bool(event["num_bytes"])
                 if move is not None:
                     move.step, move.move_s = int(event["step"]), at_s - self.last_event_s
                     self._taken_up_s = at_s
@@ -177,18 +196,22 @@ class Trained:
                 self.losses[number] = event["loss"]
             case "snapshot":
                 self.num_snapshots += 1
-                self.has_snapshot |= bool(event["is_settled"])
                 self.snapshot_bytes = max(self.snapshot_bytes, int(event["num_bytes"]))
                 self.copy_s += float(event["copy_s"])
+            case "kept":
+                self.was_kept = True
             case "done":
                 self.is_done = True
         self.last_event_s = at_s
 
-    def measured(self) -> dict[str, Any]:
-        """What was measured of the steps, and the changes of plan."""
+    def measured(self, plan: Plan) -> dict[str, Any]:
+        """What was measured of the steps, and the changes of the plan that was asked for."""
         numbers = sorted(self.losses)
         seconds = [self.seconds[number] for number in numbers if number in self.seconds]
         return {
+            "model": plan.graph.name,
+            "cluster": plan.cluster.name,
+            "predicted_step_time_s": plan.step_time_s,
             "step_time_s": statistics.median(seconds) if seconds else 0.0,
             "step_time_min_s": min(seconds, default=0.0),
             "step_time_max_s": max(seconds, default=0.0),

@@ -24,8 +24,11 @@ from heterog.runtime.launch import with_package
 class Service:
     """Starts a module as such a process and talks to it.
 
+    If the process ends, for want of memory say, the next question starts another one.
+
     Args:
         module: Name of a module that calls ``answer_questions`` when it is run.
+        first: Question with which each such process begins; it has number 0.
         is_forked: Whether its ``main`` may be forked off this process, if that has imported it;
             importing takes seconds. Not where threads compute or an accelerator is used already.
 
@@ -33,11 +36,18 @@ class Service:
         has_ended: Whether the process was found to have ended.
     """
 
-    def __init__(self, module: str, *, is_forked: bool = False) -> None:
-        self.has_ended = False
-        self._num_asked, self._module = 0, module
-        self._here, there = Pipe()
+    has_ended = False
+
+    def __init__(self, module: str, first: Any = None, *, is_forked: bool = False) -> None:
+        self._module, self._first = module, first
+        self._num_asked, self._is_closed = 0, False
         self._process: subprocess.Popen[bytes] | BaseProcess
+        self._start(is_forked=is_forked)
+
+    def _start(self, *, is_forked: bool = False) -> None:
+        module = self._module
+        self.has_ended = False
+        self._here, there = Pipe()
         if is_forked and module in sys.modules:
             given = sys.modules[module].main, there.fileno()
             self._process = get_context("fork").Process(target=_be, args=given, daemon=True)
@@ -52,6 +62,8 @@ class Service:
                 env={**os.environ, "PYTHONPATH": with_package()},
             )
         there.close()
+        if self._first is not None:
+            self._here.send((0, 0, self._first))
 
     def ask(self, question: Any, *, niceness: int = 0) -> int:
         """Send a question and return its number, which comes with the answer.
@@ -61,13 +73,18 @@ class Service:
             niceness: By how much its work is nicer than this process, so that ranks come first.
 
         Raises:
-            HeterogError: the process has ended.
+            HeterogError: the process was closed.
         """
+        if self._is_closed:
+            raise HeterogError(f"the process {self._module} has ended.")
         self._num_asked += 1
+        asked = self._num_asked, niceness, question
         try:
-            self._here.send((self._num_asked, niceness, question))
-        except OSError as error:
-            raise HeterogError(f"the process {self._module} has ended.") from error
+            self._here.send(asked)
+        except OSError:
+            self._end()
+            self._start()
+            self._here.send(asked)
         return self._num_asked
 
     def next_answer(self, timeout_s: float = 0.0) -> tuple[int, Any] | None:
@@ -98,8 +115,11 @@ class Service:
 
     def close(self) -> None:
         """End the process; nobody waits for its answers any more."""
+        self._is_closed = self.has_ended = True
+        self._end()
+
+    def _end(self) -> None:
         self._here.close()
-        self.has_ended = True
         self._process.kill()
         if isinstance(self._process, BaseProcess):
             self._process.join()

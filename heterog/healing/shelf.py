@@ -20,8 +20,8 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -80,6 +80,7 @@ class Part(NamedTuple):
 
 
 NEVER = Moment(-1, -1, 0)
+ANEW = "no snapshot was complete yet: training begins anew"
 
 
 def parts_of(moment: Moment) -> list[Part]:
@@ -101,25 +102,32 @@ def newest_complete(lists: Iterable[Iterable[Part]]) -> Moment | None:
 
 
 def to_go_on_from(
-    newest: Moment | None, *, has_begun: bool, has_checkpoint: bool
-) -> Moment | None:
-    """The snapshot with which training goes on; ``None``: the checkpoint, or anew.
+    newest: Moment | None, checkpoint: str, *, was_kept: bool, say: Callable[[str], object]
+) -> str:
+    """The folder of the checkpoint with which training goes on; empty: the snapshot, or anew.
 
     Args:
-        newest: The newest complete one that is left.
-        has_begun: Whether one was complete before, so that steps would be lost without any.
-        has_checkpoint: Whether there is a checkpoint instead.
+        newest: The newest complete snapshot that is left.
+        checkpoint: Folder of a checkpoint; empty if there is none.
+        was_kept: Whether a snapshot was complete before, so that its steps would be lost.
+        say: Called with one line unless training goes on with the snapshot.
 
     Raises:
         HeterogError: the state is lost.
     """
-    if newest is None and has_begun and not has_checkpoint:
+    if newest is not None:
+        return ""
+    if checkpoint:
+        say(f"no complete snapshot is left: on from checkpoint {checkpoint}")
+    elif was_kept:
         raise HeterogError(
             "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
             "written. A larger redundancy survives more, and so do checkpoints beside training "
             "(`checkpoint`)."
         )
-    return newest
+    else:
+        say(ANEW)
+    return checkpoint
 
 
 class Shelf:
@@ -206,7 +214,8 @@ class Shelf:
         except OSError as error:
             raise cannot_write(self.folder, error, size) from error
         finally:
-            begun.unlink(missing_ok=True)
+            with suppress(OSError):  # it has its name; or nothing can be changed there any more
+                begun.unlink()
 
     def forget_before(self, moment: Moment, failed: Moment | None = None) -> None:
         """Delete older parts, and what is left of those whose rank died while it wrote them.

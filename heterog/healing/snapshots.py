@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from heterog.healing.shelf import INDEX, NEVER, LostError, Moment, Part, Shelf
 from heterog.runtime.accelerators import CPU_BACKEND
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer
-from heterog.runtime.step.collectives import open_group
+from heterog.runtime.step.collectives import group_limit, open_group
 
 _REST = 10.0
 """Seconds of training between snapshots for each second that one takes, for which ranks wait."""
@@ -29,16 +29,10 @@ _SLOW_BYTES_PER_S = 3e6
 where they train."""
 _PIECE_BYTES = 1 << 24
 """A file is carried in pieces of this size, so that no host needs memory for all of it."""
+_Way: TypeAlias = tuple[str, int, int]
+"""A file, the rank that sends it, and the one that receives it: the first of its host."""
 _NOTHING = torch.empty(0)
 """What is in an empty file."""
-
-
-class _Way(NamedTuple):
-    """A file, the rank that sends it, and the one that receives it: the first of its host."""
-
-    name: str
-    source: int
-    target: int
 
 
 class SnapshotWriter:
@@ -50,7 +44,7 @@ class SnapshotWriter:
         part: Number of this rank's part, and the number of parts of a snapshot.
         host_of: Number of each rank's host; nothing is copied on a single one.
         redundancy: Number of further hosts that hold each part, if there are so many.
-        silent_s: Seconds after which a rank gives up on the others, beside the time for files.
+        say: Called with why there was no last snapshot here, unless there was none before, too.
 
     Attributes:
         newest: The last snapshot begun.
@@ -70,7 +64,7 @@ class SnapshotWriter:
         part: tuple[int, int],
         host_of: Sequence[int] = (0,),
         redundancy: int = 0,
-        silent_s: float = 0.0,
+        say: Callable[[str], object] = lambda why: None,
     ) -> None:
         self.newest: Moment | None = None
         self.settled: Moment | None = None
@@ -80,6 +74,7 @@ class SnapshotWriter:
         self.further: list[str] = []
         self._shelf, self._generation, self._part = shelf, generation, part
         self._host_of, hosts = tuple(host_of), sorted(set(host_of))
+        self._group: dist.ProcessGroup | None = None
         self._first = {host: self._host_of.index(host) for host in hosts}
         # Which ranks hold what a host has, too: those of the hosts after it.
         firsts = list(self._first.values())
@@ -87,16 +82,21 @@ class SnapshotWriter:
             host: [*firsts[place + 1 :], *firsts[:place]][:redundancy]
             for place, host in enumerate(hosts)
         }
-        # Files are copied from and to memory of the host, whatever the ranks compute on.
-        self._group = open_group(backend=CPU_BACKEND) if len(hosts) > 1 else None
-        self._silent_s, self._rested_s = silent_s, 0.0
+        self._say, self._was_failed = say, False
+        self._rested_s = 0.0
         self._copying: threading.Thread | None = None
         self._lost: Exception | None = None
         self._has_failed = False  # the newest, on any rank
+        if len(hosts) > 1:
+            # Files are copied from and to memory of the host, whatever the ranks compute on. A
+            # rank waits as long as now for one that still writes or reads its part: in steps
+            # ranks soon wait less.
+            self._group = open_group(backend=CPU_BACKEND)
+            self._limit_s = group_limit().total_seconds()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether it is too early for the next one: parts are on their way, or ranks train first.
+    def is_copying(self) -> bool:
+        """Whether parts are on their way.
 
         Raises:
             RuntimeError: the connection to another host is lost.
@@ -104,8 +104,7 @@ class SnapshotWriter:
         """
         if self._lost is not None:
             raise self._lost
-        is_copying = self._copying is not None and self._copying.is_alive()
-        return is_copying or time.monotonic() < self._rested_s
+        return self._copying is not None and self._copying.is_alive()
 
     def end_step(self, *values: bool) -> list[bool]:
         """Settle the newest snapshot if no rank has failed to write its part.
@@ -114,12 +113,15 @@ class SnapshotWriter:
             values: What else ranks have to agree about.
 
         Returns:
-            Whether the next snapshot is due, and which of the values any rank has.
+            Whether the next snapshot is due: parts have arrived, and ranks have trained since.
+            And which of the values any rank has.
         """
-        is_busy, self._has_failed, *said = any_rank(self.is_busy, bool(self.failed), *values)
-        if not (is_busy or self._has_failed):
+        is_copying, is_resting, self._has_failed, *said = any_rank(
+            self.is_copying, time.monotonic() < self._rested_s, bool(self.failed), *values
+        )
+        if not (is_copying or self._has_failed):
             self.settled = self.newest or self.settled
-        return [not is_busy, *said]
+        return [not (is_copying or is_resting), *said]
 
     def take(
         self,
@@ -130,14 +132,16 @@ class SnapshotWriter:
     ) -> None:
         """Write this rank's part of a snapshot, and begin to copy it to other hosts."""
         self.wait()
-        begin_s = time.monotonic()
-        failed = self.newest if self._has_failed else None
-        self._shelf.forget_before(self.settled or NEVER, failed)
+        if self.failed and not self._was_failed:
+            self._say(self.failed)
+        self._was_failed = bool(self.failed)
+        begin_s, failed = time.monotonic(), self.newest if self._has_failed else None
         self.newest = Moment(self._generation, step_number, self._part[1])
         part, self.failed = Part(self.newest, self._part[0]), ""
         try:
+            self._shelf.forget_before(self.settled or NEVER, failed)
             self.num_bytes = self._shelf.put(part, entries, states, about)
-        except InputFileError as error:
+        except (InputFileError, OSError) as error:  # the latter: what is there cannot be deleted
             self.failed = str(error)
         if any(self._after.values()):
             names, self.further = [*part.files, *self.further], []
@@ -175,12 +179,12 @@ class SnapshotWriter:
         if missing := sorted(set().union(*wanted.values()).difference(sources)):
             raise LostError(f"{missing[0]} of a snapshot is on no host that has ranks.")
         ways = [
-            _Way(name, sources[name], first)
+            (name, sources[name], first)
             for host, first in self._first.items()
             for name in sorted(wanted[host].difference(told[first][0]))
         ]
         rank = dist.get_rank()
-        self._carry([way.name for way in ways if way.source == rank], lambda said: ways)
+        self._carry([name for name, source, _ in ways if source == rank], lambda said: ways)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -191,12 +195,12 @@ class SnapshotWriter:
         first: a host that has a file has its index.
         """
         ways = [
-            (copy, not name.endswith(INDEX), said[source][name], _Way(name, source, target))
+            (copy, not name.endswith(INDEX), said[source][name], (name, source, target))
             for source, host in enumerate(self._host_of)
             for copy, target in enumerate(self._after[host])
             for name in said[source]
         ]
-        return [way for *_, way in sorted(ways)]
+        return [way for _, _, _, way in sorted(ways)]
 
     def _copy(self, names: Sequence[str]) -> None:
         try:
@@ -230,10 +234,10 @@ class SnapshotWriter:
             except OSError as error:
                 failed = error
         said = gather({name: len(value) for name, value in own.items()}, self._group)
-        going = [(way, said[way.source].get(way.name)) for way in ways(said)]
-        num_bytes = sum(size or 0 for _, size in going)
-        set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
-        for (name, source, target), size in going:
+        going = [(*way, said[way[1]].get(way[0])) for way in ways(said)]
+        num_bytes = sum(size or 0 for *_, size in going)
+        set_silence(self._limit_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
+        for name, source, target, size in going:
             if source == rank and size:
                 for piece in torch.split(own[name], _PIECE_BYTES):
                     dist.send(piece, target, group=self._group)

@@ -80,7 +80,7 @@ class Steering:
         options: Settings of healing.
         say: Called with one line about each plan that was considered and not taken.
         service: Answers the questions, as the process of ``heterog.healing.planning`` does, which
-            was asked to load the first plan.
+            begins with the first plan.
         crew: Knows whose hosts are there, answer, or are leaving.
 
     Attributes:
@@ -124,11 +124,6 @@ class Steering:
         self._seconds: list[float] = []
         self._quiet_s: list[float] = []
         self._ratios: dict[int, float] = {}
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether a plan is tried because it might be better, or will be."""
-        return self.num_left > 0 or (self._trial is not None and not self._trial.device)
 
     def without(self, devices: Collection[int] = ()) -> tuple[int, ...]:
         """The devices that take part, but for these."""
@@ -211,6 +206,8 @@ class Steering:
             if self._asked is not None and number == self._asked[0]:
                 question, self._asked = self._asked[1], None
                 going = self._weigh(question, answer) or going
+        if self._service.has_ended:
+            self._asked = None  # it may have been too much for the process
         if going is not None:
             return going
         if self._asked is None and self._queue:

@@ -137,8 +137,9 @@ def tell(stage: str) -> None:
     if path:
         # Written whole, so that the last stage is known even if the rank is killed meanwhile.
         draft = Path(f"{path}.new")
-        draft.write_text(stage)
-        draft.replace(path)
+        with suppress(OSError):  # a full disk is no reason to end; the next stage may be told
+            draft.write_text(stage)
+            draft.replace(path)
 
 
 def workload_of(plan: Plan, request: RunRequest) -> Workload:

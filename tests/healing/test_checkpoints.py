@@ -1,12 +1,9 @@
 """Checkpoints that are written from snapshots, also onto a disk that is full."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,24 +16,6 @@ from heterog.healing.shelf import Moment, Part, Shelf
 from heterog.runtime.checkpoint.boxes import Entry, whole_box
 from heterog.runtime.checkpoint.contents import read_contents
 from heterog.runtime.checkpoint.files import read_tensors
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        pytest.skip("only root on Linux can mount a small file system")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def put(shelf: Shelf, step: int, values: dict[str, Tensor]) -> None:
@@ -74,6 +53,19 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(
     put(place, 5, {"weight": small + 1})
     write()  # there is room again
     assert json.loads((folder / "checkpoint.json").read_text())["num_steps"] == 5
+
+
+def test_a_process_that_has_ended_is_asked_again_for_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, service = list[str](), mock.Mock(has_ended=False, next_answer=lambda: None)
+    monkeypatch.setattr(checkpoints, "Service", lambda module: service)
+    writing = checkpoints.Writing(tmp_path / "saved", -1.0, said.append)
+    for is_asked, has_ended in ((1, True), (1, True), (2, False)):
+        assert writing.look(lambda: tmp_path) == ""
+        assert service.ask.call_count == is_asked
+        service.has_ended = has_ended
+    assert said == ["no checkpoint was written: the process that writes them has ended"]
 
 
 def test_a_snapshot_that_is_deleted_while_it_is_opened_gives_way_to_a_newer_one(

@@ -31,10 +31,10 @@ from heterog.healing.job import HealingJob
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import NEAR, Planning
-from heterog.healing.record import Trained, read_events
+from heterog.healing.record import Trained, read_events, write_event
 from heterog.healing.shelf import Moment, to_go_on_from
 from heterog.runtime.launch import ranks_of_this_process
-from heterog.runtime.ranks.host_places import RankHas
+from heterog.runtime.ranks.host_places import HOST, RankHas
 from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import load_plan
@@ -118,21 +118,83 @@ def is_cleared(job: HealingJob) -> bool:
     return not ranks_of_this_process() and not job._crew.host.shelf.folder.exists()
 
 
-def test_training_begins_anew_only_if_no_snapshot_was_complete() -> None:
-    trained, taken = Trained(), {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
+def test_training_begins_anew_only_if_no_snapshot_was_complete_and_says_so() -> None:
+    trained, said = Trained(), list[str]()
 
-    def begin(newest: Moment | None = None, *, has_checkpoint: bool = False) -> Moment | None:
-        begun = trained.has_snapshot
-        return to_go_on_from(newest, has_begun=begun, has_checkpoint=has_checkpoint)
+    def begin(newest: Moment | None = None, checkpoint: str = "") -> str:
+        return to_go_on_from(newest, checkpoint, was_kept=trained.was_kept, say=said.append)
 
-    trained.hear({**taken, "is_settled": False})
+    trained.hear({"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1})
     trained.hear({"event": "taken up", "at_s": 1.0, "step": 0, "num_bytes": 0, "far_bytes": 0})
-    assert begin() is None
-    trained.hear({**taken, "is_settled": True})
-    assert begin(Moment(0, 3, 2)) == Moment(0, 3, 2)
-    assert begin(has_checkpoint=True) is None
+    assert begin() == ""
+    assert said.pop() == "no snapshot was complete yet: training begins anew"
+    trained.hear({"event": "kept", "at_s": 1.0, "step": 3})
+    assert begin(Moment(0, 3, 2), "folder") == ""
+    assert not said
+    assert begin(checkpoint="folder") == "folder"
+    assert said.pop() == "no complete snapshot is left: on from checkpoint folder"
     with pytest.raises(HeterogError, match="the state is lost: no complete snapshot is left"):
         begin()
+
+
+def job_of(folder: Path, crew: Any, said: list[str], **options: Any) -> HealingJob:
+    """A job in its second generation, without ranks."""
+    request = RunRequest(plan=folder / "plan.json", sources=(str(folder / "model.py"),))
+    job = HealingJob(request, options=HealOptions(**options), crew=crew, say=said.append)
+    job.steering, job.trained.generation = mock.Mock(), 1
+    job.steering.running = Choice(path="plan.json", method="", devices=(0, 1, 2))
+    return job
+
+
+def test_a_job_begins_anew_only_if_no_snapshot_was_complete(folder: Path) -> None:
+    crew, said, moment = mock.Mock(), list[str](), Moment(0, 3, 2)
+    job = job_of(folder, crew, said)
+    crew.newest.return_value = None
+    assert job._decide().moment is None
+    assert said.pop().endswith("training begins anew")
+    assert crew.newest.call_args.args[1] == 0.0, "nobody can have any"
+    crew.newest.return_value = moment
+    assert job._decide().moment == moment
+    crew.newest.return_value = None
+    with pytest.raises(HeterogError, match="the state is lost"):
+        job._decide()
+    assert crew.newest.call_args.args[1] > 0
+
+
+def test_a_checkpoint_of_an_earlier_job_is_not_gone_on_from(folder: Path, tmp_path: Path) -> None:
+    """Who leads the job is lost before it has written one into the folder."""
+    said: list[str] = []
+    job = job_of(folder, mock.Mock(), said, checkpoint=str(tmp_path))
+    index = tmp_path / "checkpoint.json"
+    index.touch()
+    begun = Trained(checkpoint_ns=job._checkpoint_ns(), is_running=True)
+    job._go_on(begun)
+    assert job._resume == ""
+    os.utime(index, ns=(5, 5))  # written meanwhile, by whatever clock
+    job._go_on(begun)
+    assert job._resume == str(tmp_path)
+
+
+def test_lines_without_an_end_are_not_read(tmp_path: Path) -> None:
+    """Of a rank that was killed, or of a disk that was full, to whose journal others append."""
+    path = tmp_path / "journal"
+    write_event(path, "began", generation=0)
+    with path.open("a") as file:
+        file.write('{"event": "step", "at')
+    assert [each["event"] for each in read_events(path)[0]] == ["began"]
+    write_event(path, "began", generation=1)
+    assert [each["generation"] for each in read_events(path)[0]] == [0, 1]
+
+
+def test_a_full_disk_delays_what_a_rank_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healing: Any = mock.Mock(_journal=tmp_path / "journal", _untold=[])
+    monkeypatch.setattr(rank, "write_events", mock.Mock(side_effect=OSError(28, "no space")))
+    rank.HealingRank._write(healing, "step", step=1)
+    monkeypatch.undo()
+    rank.HealingRank._write(healing, "step", step=2)
+    assert [each["step"] for each in read_events(healing._journal)[0]] == [1, 2]
 
 
 @THOROUGH
@@ -379,8 +441,8 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
         losses_over([each["indices"] for each in last.values()]), rel=1e-9
     )
     deadline_s = time.monotonic() + WAIT_S
-    folders = [f"heterog-loop-{os.getuid()}-{agent.pid}" for agent in agents]
-    while left := [each for each in folders if (Path(tempfile.gettempdir()) / each).exists()]:
+    own = [f"heterog-loop-{os.getuid()}-{agent.pid}-*" for agent in agents]
+    while left := [each for name in own for each in Path(tempfile.gettempdir()).glob(name)]:
         assert time.monotonic() < deadline_s, f"{left} are left behind"
         time.sleep(0.05)
 
@@ -413,7 +475,7 @@ def test_a_plan_under_torchrun_goes_on_without_a_host(folder: Path, tmp_path: Pa
             for path in tmp_path.glob("heterog-loop-*/journal.jsonl")
             if read_events(path)[0][0]["host"] == "A"
         )
-        gone = next(each for each in agents if first.parent.name.endswith(f"-{each.pid}"))
+        gone = next(each for each in agents if f"-{each.pid}-" in first.parent.name)
         kill(gone)
         for agent in set(agents) - {gone}:
             agent.join(WAIT_S)
@@ -438,7 +500,10 @@ def test_a_plan_under_torchrun_goes_on_without_a_host(folder: Path, tmp_path: Pa
 
 
 def test_a_host_reports_that_came_before_rank_0_of_the_plan(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It has the losses of all steps; a host that joins later does not, whatever its devices."""
     own = [RankHas(machine=machine, device="") for machine in range(3)]
@@ -468,8 +533,43 @@ def test_a_host_reports_that_came_before_rank_0_of_the_plan(
     found[0].request = request
     with pytest.raises(HeterogError, match="the state is lost: no complete snapshot is left"):
         found[0].decide()
-    found[0]._knows = (False, False, False)
+    slept: list[float] = []
+    every, found[0].devices = found[0].devices, found[0].devices[:2]
+    with monkeypatch.context() as waiting:
+        waiting.setattr("time.sleep", slept.append)
+        with pytest.raises(HeterogError, match="the state is lost"):
+            found[0].decide()
+    assert slept, "the third host may have it"
+    found[0].devices, found[0]._was_kept = every, False
     assert found[0].decide().moment is None, "none was complete, so training begins anew"
+    assert "training begins anew" in capsys.readouterr().err
+
+
+def test_a_host_that_has_begun_with_a_snapshot_tells_that_there_was_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that gave it may be lost before it is read, and so before there is another."""
+    told: list[Any] = []
+
+    def say(store: Any, key: str, text: str, limit_s: float) -> list[str]:
+        told.append(json.loads(text))
+        return [text]
+
+    monkeypatch.setattr(on_torchrun, "folder_of_host", lambda: tmp_path)
+    monkeypatch.setattr(on_torchrun, "meet", lambda timeout_s: None)
+    monkeypatch.setattr(on_torchrun, "say_to_all", say)
+    for name, value in {"RANK": "0", "GROUP_RANK": "0", "LOCAL_RANK": "0", HOST: ""}.items():
+        monkeypatch.setenv(name, value)
+    request = RunRequest(plan=folder / "plan.json", sources=(str(folder / "model.py"),))
+    about = {"generation": 4, "devices": [0], "host": "A"}
+    for was_kept, has_settled in ((False, False), (True, False), (False, True)):
+        journal = tmp_path / "journal.jsonl"
+        journal.unlink(missing_ok=True)
+        write_event(journal, "began", **about, was_kept=was_kept)
+        if has_settled:
+            write_event(journal, "kept", step=3)
+        on_torchrun.Generation(request, HealOptions())
+    assert [kept for _, _, _, kept, _ in told] == [False, True, True]
 
 
 def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
@@ -504,7 +604,7 @@ def test_an_agent_says_how_it_ends(
         RendezvousTimeoutError,
     )
 
-    from heterog.healing import agent
+    from heterog.healing import agent, elastic
     from heterog.healing.elastic import path_of_host
 
     given: list[list[str]] = []
@@ -518,6 +618,7 @@ def test_an_agent_says_how_it_ends(
         return ended.value.code
 
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv(elastic.ROUND, "0")  # which this changes
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
@@ -590,17 +691,22 @@ def test_an_agent_that_was_late_does_not_take_itself_for_lost() -> None:
 
     from heterog.healing import agent
 
-    own, other = (dynamic._NodeDesc(address, 1, 0) for address in ("10.0.0.1", "10.0.0.2"))
+    own, other, wrong = (dynamic._NodeDesc(f"10.0.0.{each}", 1, 0) for each in (1, 2, 3))
     second = timedelta(seconds=1)
     settings = dynamic.RendezvousSettings("job", 2, 2, dynamic.RendezvousTimeout(), second, 3)
     holder = dynamic._BackendRendezvousStateHolder(mock.Mock(), settings)
     state: Any = holder.state
     long_ago = datetime.now(UTC) - 10 * second
-    state.complete, state.participants = True, {own: 0, other: 1}
-    state.last_heartbeats = {own: long_ago, other: long_ago}
+    state.complete, state.participants = True, {own: 0, other: 1, wrong: 2}
+    state.last_heartbeats = {own: long_ago, other: long_ago, wrong: long_ago}
     holder.node = own  # type: ignore[attr-defined]
     agent._drop_others(holder)
-    assert (state.round, state.participants) == (0, {own: 0})
+    seen = holder.seen  # type: ignore[attr-defined]
+    seen |= {node: (sign, at - 4 * second) for node, (sign, at) in seen.items()}
+    state.last_heartbeats[wrong] -= second  # its clock is wrong, and it gave a sign since
+    agent._drop_others(holder)
+    assert (state.round, state.participants) == (0, {own: 0, wrong: 2})
+    assert state.last_heartbeats == {own: long_ago, wrong: long_ago - second}, "as they told"
     context = dynamic._RendezvousContext(own, state, settings)
     assert dynamic._should_keep_alive(context), "its next sign of life is due"
 

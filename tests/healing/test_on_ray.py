@@ -19,9 +19,11 @@ from heterog.graph.capture import capture
 from heterog.healing.crew import HealingHost
 from heterog.healing.on_ray import RayCrew, heal_on_ray
 from heterog.healing.options import HealOptions
+from heterog.healing.record import Assignment
 from heterog.healing.shelf import Moment, Part, parts_of
 from heterog.runtime.launch import parent_of
 from heterog.runtime.ranks.on_ray import Host, actor_of, variables_of_ranks
+from heterog.runtime.ranks.place import HERE
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 from tests.healing.test_job import MODEL, losses_of_one_process, three
@@ -41,21 +43,20 @@ def test_devices_keep_their_number_on_a_host_when_others_are_lost() -> None:
     }  # fmt: skip
 
 
-def test_steps_that_rank_0_did_not_live_to_tell_come_from_others(tmp_path: Path) -> None:
+def test_what_ranks_tell_is_heard_once_from_whoever_lives_to_tell_it(tmp_path: Path) -> None:
     crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
-    crew._hosts = [mock.Mock(is_here=True)]
 
-    def told(host: int, *events: tuple[str, int]) -> None:
-        crew.hear(host, [{"event": what, "step": step, "at_s": 1.0} for what, step in events])
+    def told(*events: tuple[str, int]) -> list[tuple[str, int]]:
+        crew.hear([{"event": what, "step": step, "at_s": 1.0} for what, step in events])
+        return [(each["event"], each["step"]) for each in crew.new_events()]
 
-    told(1, ("taken up", 4), ("step", 5))
-    told(0, ("taken up", 4), ("step", 5), ("snapshot", 5))
-    told(1, ("step", 6), ("snapshot", 6))
-    heard = crew.new_events()
-    assert [each["event"] for each in heard] == ["taken up", "step", "snapshot"]
-    crew._hosts[0].is_here = False
-    assert [each["step"] for each in crew.new_events()] == [6]
-    assert not crew.new_events()
+    begun = [("taken up", 0), ("step", 1), ("step", 2)]
+    assert told(*begun) == begun
+    assert told(*begun, ("snapshot", 1)) == [("snapshot", 1)], "of rank 0"
+    assert told(("step", 3), ("kept", 3)) == [("step", 3), ("kept", 3)]
+    failed = {"event": "no snapshot", "why": "B: no room", "at_s": 1.0}
+    crew.hear([failed, failed])
+    assert len(crew.new_events()) == 2, "each host tells of itself"
 
 
 class Threads:
@@ -122,6 +123,20 @@ def test_ranks_can_be_looked_at_while_later_ones_start(monkeypatch: pytest.Monke
     finally:
         monkeypatch.undo()
         host._open.close()
+
+
+def test_a_node_without_room_for_the_files_of_ranks_is_gone_on_without(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").touch()
+    host = HealingHost(HERE)
+    try:
+        host._is_node, host._folder = True, tmp_path / "none"
+        assignment = Assignment(generation=4, plan="", last=9, moment=None, checkpoint="")
+        host.begin(assignment, b"", RunRequest(plan=tmp_path / "plan.json"), {2: {}})
+        ((number, told),) = host.look(4, 0).ranks.items()
+        assert (number, told.code) == (2, -signal.SIGKILL), "as if it had been killed"
+        assert "does not exist" in told.words
+    finally:
+        host.close()
 
 
 def test_a_node_announces_its_end_by_a_signal_or_is_drained(

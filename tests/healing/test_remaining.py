@@ -40,7 +40,7 @@ def test_hosts_without_devices_go_and_the_others_keep_what_lies_between_them() -
 def test_a_slow_device_has_a_type_of_its_own() -> None:
     whole = cluster_of((1.0, ["T4"]), (1.0, ["T4"]))
     slow = slowed(slowed(whole, {1: 2.0}), {0: 3.0})
-    assert [device.type.name for device in slow.devices] == ["T4_slow_3", "T4_slow_2"]
+    assert [device.type.name for device in slow.devices] == ["T4@0.333333", "T4@0.5"]
     assert slow.devices[0].type.memory_bytes == whole.devices[0].type.memory_bytes
 
 
@@ -324,6 +324,19 @@ def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
     steering.leave_out([1])
     assert steering.plan_for_loss(1.0).devices == (2,)
     assert prompt._num_asked == number + 1
+
+
+def test_a_question_that_ends_the_process_is_not_waited_for() -> None:
+    prompt = Prompt({}, stay_step_s=2.0)
+    steering = steered(prompt, [], search_budget="")
+    steering.begin_generation(None, "first")
+    steering.look()
+    prompt.next_answer = lambda timeout_s=0.0: None  # type: ignore[method-assign]
+    prompt.has_ended = True
+    asked = steering._asked
+    steering.look()
+    assert asked is not None
+    assert steering._asked not in (None, asked), "the next one starts it again"
 
 
 def test_a_device_that_does_not_answer_is_planned_without_first() -> None:

@@ -1,6 +1,7 @@
 """A process beside a job: forked or started, it answers, and holds nothing of who started it."""
 
 import os
+import signal
 import socket
 import sys
 
@@ -30,6 +31,12 @@ def test_a_process_answers_and_ends_when_it_is_closed(is_forked: bool) -> None:
         assert there.recv(1) == b"", "its connections are those of who started it"
         numbers = [service.ask(each) for each in (9, -1)]
         answers = [service.next_answer(60) for _ in numbers]
+        assert answers[0] is not None
+        os.kill(answers[0][1][2], signal.SIGKILL)
+        while not service.has_ended:
+            assert service.next_answer(60) is None
+        another = service.answer_to(service.ask(16), 60)
+        assert another[0] == 4.0, "the next question has started another process"
     finally:
         service.close()
         there.close()
@@ -41,8 +48,9 @@ def test_a_process_answers_and_ends_when_it_is_closed(is_forked: bool) -> None:
     assert session != os.getsid(0), "what ends ranks does not reach it"
     assert isinstance(failed[1], HeterogError)
     assert str(failed[1]) == "ValueError: it is negative"
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    for each in (pid, another[2]):
+        with pytest.raises(ProcessLookupError):
+            os.kill(each, 0)
     assert service.has_ended
     assert service.next_answer(1) is None
     with pytest.raises(HeterogError, match="has ended"):

@@ -1,8 +1,11 @@
 """Snapshots on a host's shelf: what is there, what is let go, and what other hosts bring."""
 
 import os
+import signal
+import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -121,11 +124,13 @@ def test_ranks_train_for_ten_times_as_long_as_a_snapshot_takes(
 ) -> None:
     now = iter([5.0, 5.5, 10.4, 10.6])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
+    monkeypatch.setattr(snapshots, "any_rank", lambda *values: list(values))
     writer = SnapshotWriter(Shelf(tmp_path), 0, (0, 1))
     writer.take(1, [], {}, ABOUT)
     assert writer.copy_s == 0.5
-    assert writer.is_busy
-    assert not writer.is_busy
+    assert writer.end_step() == [False]
+    assert writer.settled == writer.newest, "it is complete long before the next one is due"
+    assert writer.end_step() == [True]
 
 
 def test_only_complete_snapshots_count_and_later_generations_come_first() -> None:
@@ -156,7 +161,7 @@ class Far:
                 return [ConnectionError()] * 2 * len(about)
             if any(isinstance(each, ConnectionError) for each in about):
                 return ConnectionError()
-            return method(self.host, *about)
+            return self.host.parts() if name == "parts" else method(self.host, *about)
 
         return mock.Mock(remote=remote, options=lambda **how: mock.Mock(remote=remote))
 
@@ -260,6 +265,32 @@ def test_nothing_is_awaited_of_a_host_that_counts_as_lost(tmp_path: Path) -> Non
     assert taken == [(first, 0), (first, 1), (second, 1)]
 
 
+def test_a_host_that_does_not_give_is_waited_for_until_it_counts_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moment, hosts = Moment(0, 3, 2), [Far(tmp_path / name) for name in ("a", "b")]
+    for far in hosts:
+        far_put(far, *parts_of(moment))
+    crew = far_crew(tmp_path, hosts)
+    looks: list[bool] = []
+
+    def look() -> None:
+        looks.append(True)
+        crew._hosts[0].is_here = len(looks) < 3
+
+    crew._hosts[0].look = look  # type: ignore[method-assign]
+    never = mock.Mock(remote=lambda *parts: [None] * 2 * len(parts))
+    give = mock.Mock(options=lambda **_: never)
+    monkeypatch.setattr(hosts[0], "give", give, raising=False)
+    crew._ray = SimpleNamespace(**vars(FAR))
+    crew._ray.wait = lambda asked, **_: ([each for each in asked if each is not None], [])
+    crew._lent = tmp_path / "lent"
+    crew._lent.mkdir()
+    crew._bring()
+    assert sorted(Shelf(crew._lent).parts()) == parts_of(moment), "the other host gives them"
+    assert len(looks) >= 3
+
+
 DEVICE = three().host_devices(1)[0]
 
 
@@ -272,12 +303,34 @@ def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
         far_put(far, Part(moment, number), Part(Moment(0, 2, 3), number))
     lists = [*hosts[0].host.shelf.parts(), Part(moment, 2)]  # the last it has deleted since
     hosts[0].host.parts = lambda: lists
-    assert far_crew(tmp_path, hosts, 0).newest([DEVICE]) == moment
+    assert far_crew(tmp_path, hosts, 0).newest([DEVICE], 0.0) == moment
     there = hosts[1].host.shelf
     read = Snapshot(there, moment).read(["w0", "w1", "w2"])
     assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
     assert {part for part in there.parts() if part.moment != moment} == {Part(Moment(0, 2, 3), 1)}
     assert len(Shelf(tmp_path / "a").parts()) == 2, "who has no ranks gets nothing"
+
+
+def test_hosts_that_do_not_answer_are_waited_for_before_a_snapshot_counts_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A switch that begins again cuts more hosts off than the redundancy covers."""
+    moment, hosts = Moment(0, 3, 3), [Far(tmp_path / name) for name in ("a", "b", "c")]
+    for number, far in enumerate(hosts):
+        far_put(far, Part(moment, number))
+    crew, looks = far_crew(tmp_path, hosts), list[bool]()
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def look() -> None:
+        looks.append(True)
+        crew._hosts[2].is_here = len(looks) == 3
+
+    with monkeypatch.context() as lost:
+        lost.setattr(hosts[2].host, "parts", list)
+        assert crew.newest([DEVICE], 60.0) is None, "all are here, and nobody has it"
+    crew._hosts[2].is_here, crew._hosts[2].look = False, look  # type: ignore[method-assign]
+    assert crew.newest([DEVICE], 0.0) is None
+    assert crew.newest([DEVICE], 60.0) == moment
 
 
 def test_if_a_host_is_lost_with_a_part_that_no_other_has_the_snapshot_before_serves(
@@ -289,7 +342,7 @@ def test_if_a_host_is_lost_with_a_part_that_no_other_has_the_snapshot_before_ser
         far_put(far, *parts_of(before), Part(newest, number))
     hosts[2].is_lost = True  # it has told what it holds, and is gone when it is asked to give
     crew = far_crew(tmp_path, hosts)
-    assert crew.newest([DEVICE]) == before
+    assert crew.newest([DEVICE], 0.0) == before
 
 
 def test_a_snapshot_is_not_given_up_because_who_takes_it_is_lost(
@@ -305,14 +358,14 @@ def test_a_snapshot_is_not_given_up_because_who_takes_it_is_lost(
         return False
 
     monkeypatch.setattr(crew, "_hand_over", hand_over)
-    assert crew.newest([DEVICE]) == moment
+    assert crew.newest([DEVICE], 0.0) == moment
 
 
 def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[float]]:
     """Be a host of two that hold each other's parts; the first has no room for those of others."""
     shelf, moment = Shelf(folder / str(rank)), Moment(0, 3, 2)
     shelf.folder.mkdir()
-    writer, snapshots._REST = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1, 60.0), 0.0
+    writer, snapshots._REST = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1), 0.0
     begun = threading.Event()
     bring = shelf.bring
 
@@ -326,10 +379,10 @@ def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[floa
     (shelf.folder / "plan.json").write_text("further")
     writer.further.append("plan.json")
     writer.take(3, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
-    was_busy = writer.is_busy
+    was_copying = writer.is_copying
     begun.set()
     writer.wait()
-    assert was_busy > writer.is_busy, "training went on meanwhile"
+    assert was_copying > writer.is_copying, "training went on meanwhile"
     there = sorted(part.number for part in shelf.parts())
     failed, shelf.bring = writer.failed, bring  # type: ignore[method-assign]
     writer.bring(each for part in parts_of(moment) for each in part.files)
@@ -352,9 +405,52 @@ def test_small_files_go_first_and_each_to_one_host_before_any_goes_to_a_second()
     after = {0: [1, 2], 1: [2, 0], 2: [0, 1]}
     writer = mock.Mock(_host_of=(0, 1, 2), _after=after)
     ways = SnapshotWriter._copies(writer, [{"large": 10**9}, {"small": 5}, {"empty": 0}])
-    assert [(way.name, way.target) for way in ways] == [
+    assert [(name, target) for name, _, target in ways] == [
         ("empty", 0), ("small", 2), ("large", 1), ("empty", 1), ("small", 0), ("large", 2)
     ]  # fmt: skip
+
+
+def begin_late(rank: int, folder: Path) -> tuple[str, list[int]]:
+    """Be a host of two that begin again; the second writes its part when it pleases."""
+    shelf = Shelf(folder / str(rank))
+    shelf.folder.mkdir()
+    writer = SnapshotWriter(shelf, 1, (rank, 2), [0, 1], 1)
+    writer.bring([])
+    elastic.set_silence(0.3)  # from now on ranks wait for a step only so long
+    if rank == 1:
+        time.sleep(1.0)
+    writer.take(3, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
+    writer.wait()
+    assert not writer.is_copying
+    elastic.set_silence(60.0)
+    return writer.failed, sorted(part.number for part in shelf.parts())
+
+
+def test_ranks_wait_for_the_first_part_of_one_that_writes_slowly(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        assert ranks.run(begin_late, tmp_path) == [("", [0, 1]), ("", [0, 1])]
+    finally:
+        ranks.close()
+
+
+def test_a_folder_that_can_only_be_read_ends_no_training(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heterog.healing.shelf._LEFT_BYTES", 0)
+    said: list[str] = []
+    writer = SnapshotWriter(Shelf(small_disk), 0, (0, 1), say=said.append)
+    values = [entry("w", torch.ones(3))]
+    writer.take(1, values, {}, ABOUT)
+    writer.settled = Moment(0, 2, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for step in (2, 3):
+        writer.take(step, values, {}, ABOUT)
+        assert "Read-only file system" in writer.failed
+    assert len(said) == 1, "once, and not each time"
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    writer.take(4, values, {}, ABOUT)
+    assert (writer.failed, steps(writer._shelf)) == ("", {4})
 
 
 def begin_again(rank: int, folder: Path) -> list[set[tuple[int, int]]]:
@@ -365,7 +461,7 @@ def begin_again(rank: int, folder: Path) -> list[set[tuple[int, int]]]:
     before, settled, alone = Moment(0, 1, 2), Moment(0, 2, 2), Moment(0, 3, 2)
     for part in (*parts_of(before), *parts_of(settled), Part(alone, rank)):
         shelf.put(part, values, {}, ABOUT)
-    writer, snapshots._REST = SnapshotWriter(shelf, 1, (rank, 2), [0, 1], 1, 60.0), 0.0
+    writer, snapshots._REST = SnapshotWriter(shelf, 1, (rank, 2), [0, 1], 1), 0.0
     assert newest_complete([[*shelf.parts(), Part(alone, 1 - rank)]]) == alone
     there, own = [], shelf.put
     for number, is_full in ((4, rank == 0), (5, False), (6, False)):
@@ -396,7 +492,7 @@ def carry_badly(rank: int, folder: Path) -> tuple[list[str], list[list[int]], li
     """Be a host of two, of which the first cannot read a file; then there is a bug."""
     shelf = Shelf(folder / str(rank))
     shelf.folder.mkdir()
-    writer = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1, 60.0)
+    writer = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1)
     content, values = shelf.content, [entry("w", torch.full((3,), float(rank)))]
     failed, there = [], []
     for error in (PermissionError("not for you") if rank == 0 else None, None):
@@ -411,7 +507,7 @@ def carry_badly(rank: int, folder: Path) -> tuple[list[str], list[list[int]], li
     writer.take(3, values, {}, ABOUT)
     writer.wait()
     with pytest.raises(KeyError) as bug:
-        _ = writer.is_busy
+        _ = writer.is_copying
     return failed, there, [str(lost.value), str(bug.value)]
 
 
@@ -426,12 +522,32 @@ def test_what_fails_while_ranks_copy_is_told(tmp_path: Path) -> None:
     assert second == (["", ""], [[1], [0, 1]], raised)
 
 
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_a_rank_without_room_for_parts_of_others_counts_as_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_agent: bool
+) -> None:
+    """By its signal, as wherever ranks are watched; under torchrun its agent leaves."""
+    healing: Any = mock.Mock(_rank=2)
+    healing._writer.bring.side_effect = InputFileError("no room")
+    kill = mock.Mock()
+    monkeypatch.setattr(os, "kill", kill)
+    if has_agent:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+        with pytest.raises(InputFileError):
+            HealingRank._bring(healing, ["0.3.0-2"])
+        return
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    HealingRank._bring(healing, ["0.3.0-2"])
+    kill.assert_called_once_with(os.getpid(), signal.SIGKILL)
+    assert capsys.readouterr().err == "heterog: rank 2: no room\n"
+
+
 def test_ranks_wait_longer_for_those_that_write_a_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under torchrun they wait for a step for a few seconds only, and disks may be slow."""
     done: list[Any] = []
-    healing = mock.MagicMock(_silent_s=6.0)
+    healing = mock.MagicMock(_silent_s=6.0, _is_kept=False)
     healing._wait_for_writing = partial(HealingRank._wait_for_writing, healing)
     healing._take_snapshot = partial(HealingRank._take_snapshot, healing)
     healing._request.limits.timeout_s = 300.0
@@ -450,12 +566,19 @@ def test_ranks_wait_longer_for_those_that_write_a_snapshot(
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     assert HealingRank.train(healing)
     assert done == ["step", 6.0, 300.0, "take", "step", 6.0, "step"]
+    told = [call.args[0] for call in healing._write.call_args_list]
+    assert told.count("kept") == 1, "as soon as one is complete, and not with the next one"
 
 
 def test_a_folder_that_others_may_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is that of an earlier process with the same id taken for this one's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"heterog-loop-{os.getuid()}-{os.getpid()}").mkdir(mode=0o755)
+    own = elastic.path_of_host()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(elastic, "fields_of_process", lambda pid: ["1"] * 20)
+        assert elastic.path_of_host() != own
+    elastic.path_of_host().mkdir(mode=0o755)
     with pytest.raises(HeterogError, match="others may read it; remove it"):
         elastic.folder_of_host()

@@ -12,7 +12,7 @@ from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import Device, Host, Link
 from heterog.cluster.topology import Cluster
 from heterog.graph.capture import capture
-from heterog.healing.busy import BusyClock
+from heterog.healing.costs import BusyClock
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
 from heterog.lowering import lower
