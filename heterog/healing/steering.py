@@ -125,6 +125,11 @@ class Steering:
         self._quiet_s: list[float] = []
         self._ratios: dict[int, float] = {}
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a plan is tried because it might be better, or will be."""
+        return self.num_left > 0 or (self._trial is not None and not self._trial.device)
+
     def without(self, devices: Collection[int] = ()) -> tuple[int, ...]:
         """The devices that take part, but for these."""
         gone = self.absent.union(devices)

@@ -443,6 +443,7 @@ def test_a_host_that_announces_its_end_is_left_before_it_goes() -> None:
     ("after_s", "steps_left", "is_kept"),
     [
         (1.9, 1000, True),
+        (1.98, 1000, False),  # 1 % less may be the machine
         (2.1, 1000, False),
         (2.1, 50, True),  # 50 steps of 0.1 s more are 5 s, and moving takes 10
     ],
@@ -471,7 +472,7 @@ def test_a_plan_that_was_tried_is_taken_back_if_that_pays(
     if back is not None:
         assert (back.kind, back.why) == (
             "taken back",
-            "steps take 2.10 s instead of 2.00 s: the move is taken back",
+            f"steps take {after_s:.2f} s instead of 2.00 s: the move is taken back",
         )
         steering.begin_generation(back.choice, back.kind)
     assert steering.running.path == ("plan1.json" if is_kept else "first.json")
