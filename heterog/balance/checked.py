@@ -1,0 +1,449 @@
+"""A rank of ``heterog check``: runs a training script as it is, for a few updates.
+
+    python -m heterog.balance.checked '{"folder": ..., "shares": [3, 1], ...}' train.py --lr 0.1
+
+Batches are dealt in the given shares. The rank notes the gradients that each update sees, and what
+parameters and buffers were before the first update and after the last one. Then it ends.
+
+Only the division shall make a difference. So all ranks begin with one seed, a data set draws from
+a seed of the sample's index, and tensors of random numbers in the loop have their means: dropout
+keeps everything. BatchNorm normalises by its running statistics, because those of a rank's own
+samples differ by nature.
+"""
+
+import io
+import json
+import os
+import random
+import re
+import runpy
+import stat
+import sys
+import traceback
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from heterog.balance.balancer import Balancer
+from heterog.balance.loss_probe import FixedDraws
+from heterog.balance.sampler import ShareSampler
+from heterog.errors import HeterogError, HeterogWarning
+from heterog.graph.python_state import same_draws
+from heterog.runtime.accelerators import CPU_BACKEND, device_count, is_accelerated
+from heterog.user_code import where_it_failed
+
+SEED = 0
+MOST_ELEMENTS = 2**16
+"""Elements of each tensor that are kept, at equal distances."""
+MOST_TURNS = 10
+"""Updates of one optimizer, over those asked for, after which a rank waits for no other one."""
+BESIDE = "optimizer"
+"""First word of the names of parameters that no balancer's model has."""
+
+_WRAPPED = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_forward_module)\.")
+_EPS_OF_PRODUCTS = 2.0**-10
+"""Of accelerators, which may round the factors of float32 products to ten bits (TF32)."""
+
+
+class Task(NamedTuple):
+    """What a rank is to do.
+
+    Attributes:
+        folder: Folder for what was noted.
+        shares: Shares in which batches are dealt.
+        num_updates: Updates of each optimizer.
+        is_module: Whether the script is the name of a module.
+        again: Whether this run shows what else than the division makes a difference: it has other
+            random numbers, and another order of each rank's samples.
+        began_s: Time before which files count as the user's.
+    """
+
+    folder: str
+    shares: Sequence[int]
+    num_updates: int
+    is_module: bool
+    again: bool
+    began_s: float
+
+
+class Noted(NamedTuple):
+    """What a rank has noted; tensors by name, cut to ``MOST_ELEMENTS``.
+
+    Attributes:
+        updates: Gradients that each update saw.
+        before: Parameters before the first update.
+        after: Parameters after the last one.
+        buffers_before: Buffers of floating-point numbers.
+        buffers_after: The same after the last update.
+        deals: Samples of each rank in each step.
+        eps: Relative rounding error of the coarsest numbers computed with; 0 for 32 bits and more.
+        is_frozen: Whether BatchNorm has normalised by running statistics.
+        has_statistics: Whether BatchNorm without any has normalised by a rank's own samples.
+        warnings: Warnings of the balancer.
+    """
+
+    updates: list[dict[str, Tensor]]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    buffers_before: dict[str, Tensor]
+    buffers_after: dict[str, Tensor]
+    deals: list[tuple[int, ...]]
+    eps: float
+    is_frozen: bool
+    has_statistics: bool
+    warnings: list[str]
+
+
+class Watch:
+    """Follows the script of this rank."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._folder = task, Path(task.folder)
+        self._rank = int(os.environ["RANK"])
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._names: dict[int, str] = {}
+        self._num_updates: Counter[int] = Counter()  # by the optimizers' identities
+        self._has_begun = False
+        self._draws = Draws()
+        self._noted = Noted([], {}, {}, {}, {}, [], 0.0, False, False, [])
+
+    def begin(self, *_: Any) -> None:
+        """Called when a loop begins to take batches: models have their first weights."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._note_state(self._noted.before, self._noted.buffers_before)
+        seed_all(SEED + self._task.again)
+        self._draws.__enter__()  # type: ignore[no-untyped-call]
+
+    def watch(self) -> None:
+        """Follow balancers, optimizers, random numbers and files."""
+        ShareSampler.dealt_as = tuple(self._task.shares)
+        _call_before(ShareSampler, "__iter__", self.begin)
+        _call_before(Balancer, "watch_norms", lambda _, model: self._models.append(model))
+        _call_before(Balancer, "begin_step", self._note_deal)
+        _call_before(Optimizer, "__init__", self._note_optimizer)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        self._note_warnings()
+        self._freeze_norms()
+        _draw_by_sample(self._draws, is_reversed=self._task.again)
+        _keep_files(self._task.began_s)
+        for name in ("spawn", "start_processes"):
+            _call_before(torch.multiprocessing, name, _refuse_to_start)
+        seed_all(SEED)
+
+    def end(self) -> None:
+        """Write what was noted, and end this process when all ranks have."""
+        if self._has_begun:
+            self._draws.is_off = True
+            self._note_state(self._noted.after, self._noted.buffers_after)
+        noted = self._noted._replace(eps=self._draws.eps)
+        torch.save(tuple(noted), self._folder / f"{self._rank}.pt")
+        if dist.is_initialized():
+            dist.barrier()
+        _leave(0)
+
+    def fail(self, script: str, error: Exception) -> None:
+        """Write why the script has failed, and end this process."""
+        told = {"text": where_it_failed(Path(script), error), "trace": traceback.format_exc()}
+        (self._folder / f"{self._rank}.error").write_text(json.dumps(told))
+        _leave(1)
+
+    def _note_deal(self, _: Balancer, deal: Any, *__: Any) -> None:
+        self._noted.deals.append(deal.samples)
+
+    def _note_optimizer(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        self._optimizers.append(optimizer)
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
+        if not self._has_begun:
+            return None
+        closure = options.get("closure") or next(iter(arguments[1:]), None)
+        if not callable(closure):
+            self._note_gradients(optimizer)
+            return None
+        is_first = True
+
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal is_first
+            value = closure(*given, **named)
+            if is_first:
+                self._note_gradients(optimizer)
+            is_first = False
+            return value
+
+        return arguments[:1], {**options, "closure": call}
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._has_begun:
+            return
+        counts, asked = self._num_updates, self._task.num_updates
+        counts[id(optimizer)] += 1
+        if counts[id(optimizer)] >= MOST_TURNS * asked or all(
+            counts[id(each)] >= asked for each in self._optimizers
+        ):
+            self.end()
+
+    def _note_gradients(self, optimizer: Optimizer) -> None:
+        for each in _of(optimizer):
+            self._noted.before.setdefault(self._name(each), _part_of(each))
+        self._noted.updates.append(
+            {
+                self._name(each): _part_of(each.grad)
+                for each in _of(optimizer)
+                if each.grad is not None
+            }
+        )
+
+    def _note_state(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        of_models = [parameter for each in self._models for parameter in each.parameters()]
+        of_optimizers = [parameter for each in self._optimizers for parameter in _of(each)]
+        for parameter in (*of_models, *of_optimizers):
+            if not parameter.is_meta and not nn.parameter.is_lazy(parameter):
+                parameters.setdefault(self._name(parameter), _part_of(parameter))
+        for model in self._models:
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point() and not buffer.is_meta:
+                    buffers.setdefault(_WRAPPED.sub("", name), _part_of(buffer))
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            found = [
+                (id(each), _WRAPPED.sub("", name))
+                for model in self._models
+                for name, each in model.named_parameters()
+            ] + [
+                (id(each), f"{BESIDE} {place}, parameter {index} {tuple(each.shape)}")
+                for place, optimizer in enumerate(self._optimizers)
+                for index, each in enumerate(_of(optimizer))
+            ]
+            for key, name in found:
+                if key not in self._names:
+                    is_taken = name in self._names.values()
+                    self._names[key] = f"{name} of model {len(self._names)}" if is_taken else name
+        return self._names[id(parameter)]
+
+    def _note_warnings(self) -> None:
+        show = warnings.showwarning
+
+        def noting(message: Any, category: Any, *others: Any, **named: Any) -> None:
+            if issubclass(category, HeterogWarning):
+                self._noted.warnings.append(str(message))
+            show(message, category, *others, **named)
+
+        warnings.showwarning = noting
+
+    def _freeze_norms(self) -> None:
+        own = functional.batch_norm
+
+        def batch_norm(
+            input: Tensor,
+            running_mean: Tensor | None,
+            running_var: Tensor | None,
+            weight: Tensor | None = None,
+            bias: Tensor | None = None,
+            training: bool = False,
+            *others: Any,
+            **named: Any,
+        ) -> Tensor:
+            is_frozen = training and running_mean is not None
+            self._noted = self._noted._replace(
+                is_frozen=self._noted.is_frozen or is_frozen,
+                has_statistics=self._noted.has_statistics or (training and not is_frozen),
+            )
+            given = (input, running_mean, running_var, weight, bias, training and not is_frozen)
+            return own(*given, *others, **named)
+
+        functional.batch_norm = batch_norm
+
+
+class Draws(FixedDraws):  # type: ignore[no-untyped-call]
+    """Replaces random draws in the script, and notes how coarse numbers are.
+
+    Attributes:
+        eps: See ``Noted``.
+        is_off: Whether draws are left as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eps, self.is_off = 0.0, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op, or draw in its place."""
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+            return args[0]  # PyTorch gives a mode the number that a tensor of autograd wraps
+        if self.is_off:
+            return func(*args, **(kwargs or {}))
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(made, Tensor) and made.dtype.is_floating_point:
+            if made.dtype.itemsize < 4:
+                self.eps = max(self.eps, torch.finfo(made.dtype).eps)
+            elif is_accelerated(made):
+                self.eps = max(self.eps, _EPS_OF_PRODUCTS)
+        return made
+
+
+def seed_all(seed: int) -> None:
+    """Let all that this process draws from now on follow from a seed."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - scripts draw from numpy's global generator
+    torch.manual_seed(seed)
+
+
+def _draw_by_sample(draws: Draws, *, is_reversed: bool) -> None:
+    """Let each sample of a data set draw from a seed of its own, in this process and workers."""
+
+    def fetch(fetcher: Any, indices: Any) -> Any:
+        is_list = fetcher.auto_collation
+        data = []
+        for index in (indices[::-1] if is_reversed else indices) if is_list else [indices]:
+            before, draws.is_off = draws.is_off, True
+            try:
+                with same_draws():
+                    seed_all(zlib.crc32(repr(index).encode()))
+                    data.append(fetcher.dataset[index])
+            finally:
+                draws.is_off = before
+        return fetcher.collate_fn(data if is_list else data[0])
+
+    _MapDatasetFetcher.fetch = fetch  # type: ignore[method-assign]
+
+
+def _keep_files(began_s: float) -> None:
+    """Refuse to replace or remove files that were there before; hidden ones are caches."""
+
+    def check(path: Any) -> None:
+        try:
+            name, found = Path(os.fsdecode(path)), os.stat(path)
+        except (OSError, TypeError, ValueError):  # there is none, or it is no path
+            return
+        is_cache = name.suffix == ".lock" or any(part[0] == "." for part in name.parts[1:])
+        if stat.S_ISREG(found.st_mode) and found.st_mtime < began_s and not is_cache:
+            raise HeterogError(
+                f"the script would replace or remove {name}, which was there before the check. "
+                "Move it away, or give the script another folder for its files."
+            )
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        if event == "open" and given[2] and given[2] & os.O_TRUNC:
+            check(given[0])
+        elif event == "os.remove" and given[1] == -1:
+            check(given[0])
+        elif event == "os.rename":
+            check(given[1])
+        elif event == "shutil.rmtree":
+            for each in Path(given[0]).rglob("*"):
+                check(each)
+
+    def save(_: Any, file: Any, *__: Any, **___: Any) -> None:
+        if not isinstance(file, io.IOBase):
+            check(file)
+
+    sys.addaudithook(hook)
+    _call_before(torch, "save", save)  # which writes without Python's open
+
+
+def _of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _part_of(value: Tensor) -> Tensor:
+    """Elements of a tensor, or of this rank's part of it, on the CPU."""
+    value = value.detach()
+    value = value.to_local() if isinstance(value, DTensor) else value
+    value = value if value.layout == torch.strided else value.to_dense()
+    value = torch.view_as_real(value) if value.is_complex() else value
+    flat = value.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // MOST_ELEMENTS))].to("cpu", copy=True)
+
+
+def _call_before(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Let a function of a class or module call another one first, with its arguments."""
+    own = getattr(owner, name)
+
+    @wraps(own)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        call(*args, **kwargs)
+        return own(*args, **kwargs)
+
+    setattr(owner, name, both)
+
+
+def _refuse_to_start(*_: Any, **__: Any) -> None:
+    raise HeterogError(
+        "the script starts its ranks itself, and a check starts them as torchrun does: let it "
+        "take RANK and WORLD_SIZE from the environment."
+    )
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _set_environment() -> None:
+    """The variables that torchrun would set, and one accelerator for several ranks if need be."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), GROUP_RANK="0", NODE_RANK="0")
+    os.environ.setdefault("WANDB_MODE", "disabled")
+    number = device_count()
+    os.environ["LOCAL_RANK"] = str(rank % number if 0 < number < num_ranks else rank)
+    if 0 < number < num_ranks:
+        begin = dist.init_process_group
+
+        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("device_id", None)
+            begin(CPU_BACKEND, *args, **kwargs)
+
+        dist.init_process_group = init_process_group
+
+
+def main() -> None:
+    """Run the script of the command line."""
+    given, script, *arguments = sys.argv[1:]
+    task = Task(**json.loads(given))
+    _set_environment()
+    watch = Watch(task)
+    watch.watch()
+    sys.argv = [script, *arguments]
+    try:
+        if task.is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(script))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            print("" if isinstance(end.code, int) else end.code, file=sys.stderr)
+            _leave(1)
+    except Exception as error:
+        watch.fail(script, error)
+    watch.end()
+
+
+if __name__ == "__main__":
+    main()

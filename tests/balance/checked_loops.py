@@ -1,0 +1,232 @@
+"""A loop for each kind of step: ``python checked_loops.py KIND``, on ranks of a check.
+
+Right loops train as one process does; wrong ones do not, and nothing but a run can tell: they
+compute something from a rank's own samples where no graph and no weight shows it.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, IterableDataset
+
+import heterog
+
+SAMPLES, FEATURES, CLASSES, BATCH = 24, 6, 4, 8
+
+
+class Data(Dataset[tuple[Tensor, Tensor]]):
+    """Random samples, drawn by the generators that scripts usually leave unseeded."""
+
+    def __init__(self, num_samples: int = SAMPLES, *, noise: float = 0.0) -> None:
+        self.x = torch.randn(num_samples, FEATURES)
+        self.y = torch.randint(0, CLASSES, (num_samples,))
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] + self.noise * torch.randn(FEATURES), self.y[index]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same samples, one after another."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = Data()
+        return (data[index] for index in range(len(data)))
+
+
+class Attention(nn.Module):
+    """The bias of its keys has no gradient but rounding; the dropout is fused with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.out = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.stack([x, 2 * x, x.flip(1)], 1)
+        seen = functional.scaled_dot_product_attention(
+            self.query(rows), self.key(rows), self.value(rows), dropout_p=0.3
+        )
+        return self.out(seen.mean(1))
+
+
+class Codebook(nn.Module):
+    """A buffer that moves towards the samples, which no gradient reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("center", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.center.lerp_(x.mean(0), 0.1)
+        return self.out(x)
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), *layers, nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+entropy = functional.cross_entropy
+
+
+def each(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of each sample."""
+    return entropy(model(x), y, reduction="none")
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return entropy(model(x), y)
+
+
+def autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return entropy(model(x), y)
+
+
+def advantages(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    rewards = x[:, 0].detach()
+    return (each(model, x, y) * (rewards - rewards.mean()) / (rewards.std() + 1e-6)).mean()
+
+
+def weights(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    own = x[:, 0].exp()
+    return (each(model, x, y) * own / own.sum() * len(own)).mean()
+
+
+def mixup(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(0.7 * x + 0.3 * x.flip(0))
+    return 0.7 * entropy(logits, y) + 0.3 * entropy(logits, y.flip(0))
+
+
+def factor(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = each(model, x, y)
+    return (losses * losses.detach().mean().sqrt()).mean()
+
+
+def threshold(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = each(model, x, y)
+    return (losses * (losses.detach() >= losses.detach().median())).mean()
+
+
+def disguised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.einsum("n,n->", each(model, x, y), torch.full((len(x),), 1 / BATCH))
+
+
+def pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    near = (-torch.cdist(logits, logits)).exp().sum(1).log()
+    return entropy(logits, y) + near.mean()
+
+
+class Running:
+    """Divides by a mean of losses so far, kept in Python."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = entropy(model(x), y)
+        divided = loss / self.value
+        self.value = 0.5 * self.value + 0.5 * loss.item()
+        return divided
+
+
+LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "advantages": advantages,
+    "weights": weights,
+    "mixup": mixup,
+    "factor": factor,
+    "threshold": threshold,
+    "disguised sum": disguised,
+    "pairs": pairs,
+    "running": Running(),
+    "autocast": autocast,
+}
+"""Of kinds whose loss is another one."""
+
+
+def optimizer_of(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if kind == "momentum":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+    if kind == "lbfgs":
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4)
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def data_of(kind: str) -> Dataset[Any]:
+    if kind == "ragged":
+        return Data(BATCH - 3)
+    if kind == "stream":
+        return Stream()
+    return Data(noise=0.5 if kind == "noise" else 0.0)
+
+
+def model_of(kind: str) -> nn.Module:
+    if kind == "attention":
+        return Attention()
+    if kind == "codebook":
+        return Codebook()
+    layers = {"dropout": nn.Dropout(0.5), "batch norm": nn.BatchNorm1d(16)}
+    return net(layers[kind]) if kind in layers else net()
+
+
+def main() -> None:
+    kind = sys.argv[1]
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(model_of(kind))
+    options = {"fits": 3, "micro_batches": True} if kind == "micro-batches" else {}
+    balancer = heterog.Balancer(model, global_batch_size=BATCH, **options)
+    parameters = list(model.parameters())
+    scale = nn.Parameter(torch.ones(CLASSES))
+    if kind == "beside":
+        parameters.append(scale)
+    if kind == "hook":
+        for parameter in parameters:
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    optimizer, loss_of = optimizer_of(kind, parameters), LOSSES.get(kind, plain)
+    for _ in range(3):
+        for batch in balancer.loader(data_of(kind)):
+            x, y = batch
+
+            def backward(x: Tensor, y: Tensor) -> None:
+                loss = loss_of(model, x, y)
+                if kind == "beside":
+                    loss = entropy(model(x) * scale, y)
+                balancer.weigh(loss).backward()
+
+            def closure() -> float:
+                optimizer.zero_grad()
+                backward(x, y)
+                return balancer.mean_loss()
+
+            if kind == "lbfgs":
+                optimizer.step(closure)
+                continue
+            if kind == "fails" and dist.get_rank() == 1:
+                raise ArithmeticError("no step\nat all")
+            for part in balancer.parts(batch) if kind == "micro-batches" else [batch]:
+                backward(*part)
+            if kind == "clipping":
+                nn.utils.clip_grad_norm_(parameters, 0.1)
+            if kind != "no updates":
+                optimizer.step()
+            optimizer.zero_grad()
+            if kind == "overwrites":
+                torch.save(model.state_dict(), "last.pt")
+            if kind == "ends":
+                return
+
+
+if __name__ == "__main__":
+    main()
