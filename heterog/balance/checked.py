@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -54,9 +55,17 @@ MOST_ELEMENTS = 2**16
 """Elements of each tensor that are kept, at equal distances."""
 MOST_TURNS = 10
 """Updates of one optimizer, over those asked for, after which a rank waits for no other one."""
-BESIDE = "optimizer"
-"""First word of the names of parameters that no balancer's model has."""
+BESIDE, BUFFER = "optimizer", "buffer"
+"""First words of the names of parameters that no balancer's model has, and of buffers."""
 
+_FROZEN = (
+    "BatchNorm was left out: it normalised by running statistics here. In training it takes those "
+    "of a rank's own samples, as in any data parallelism; SyncBatchNorm takes those of all."
+)
+_NOT_FROZEN = (
+    "BatchNorm without running statistics normalises by a rank's own samples, as in any data "
+    "parallelism. SyncBatchNorm, or another norm, trains as one process does."
+)
 _WRAPPED = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_forward_module)\.")
 _EPS_OF_PRODUCTS = 2.0**-10
 """Of accelerators, which may round the factors of float32 products to ten bits (TF32)."""
@@ -88,27 +97,19 @@ class Noted(NamedTuple):
 
     Attributes:
         updates: Gradients that each update saw.
-        before: Parameters before the first update.
-        after: Parameters after the last one.
-        buffers_before: Buffers of floating-point numbers.
-        buffers_after: The same after the last update.
+        before: Parameters before the first update, and buffers on rank 0.
+        after: The same after the last update.
         deals: Samples of each rank in each step.
         eps: Relative rounding error of the coarsest numbers computed with; 0 for 32 bits and more.
-        is_frozen: Whether BatchNorm has normalised by running statistics.
-        has_statistics: Whether BatchNorm without any has normalised by a rank's own samples.
-        warnings: Warnings of the balancer.
+        notes: Warnings of the balancer, and what was left out.
     """
 
     updates: list[dict[str, Tensor]]
     before: dict[str, Tensor]
     after: dict[str, Tensor]
-    buffers_before: dict[str, Tensor]
-    buffers_after: dict[str, Tensor]
     deals: list[tuple[int, ...]]
     eps: float
-    is_frozen: bool
-    has_statistics: bool
-    warnings: list[str]
+    notes: list[str]
 
 
 class Watch:
@@ -119,18 +120,17 @@ class Watch:
         self._rank = int(os.environ["RANK"])
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
-        self._names: dict[int, str] = {}
         self._num_updates: Counter[int] = Counter()  # by the optimizers' identities
         self._has_begun = False
         self._draws = Draws()
-        self._noted = Noted([], {}, {}, {}, {}, [], 0.0, False, False, [])
+        self._noted = Noted([], {}, {}, [], 0.0, [])
 
     def begin(self, *_: Any) -> None:
         """Called when a loop begins to take batches: models have their first weights."""
         if self._has_begun:
             return
         self._has_begun = True
-        self._note_state(self._noted.before, self._noted.buffers_before)
+        self._note_state(self._noted.before)
         seed_all(SEED + self._task.again)
         self._draws.__enter__()  # type: ignore[no-untyped-call]
 
@@ -155,17 +155,18 @@ class Watch:
         """Write what was noted, and end this process when all ranks have."""
         if self._has_begun:
             self._draws.is_off = True
-            self._note_state(self._noted.after, self._noted.buffers_after)
-        noted = self._noted._replace(eps=self._draws.eps)
+            self._note_state(self._noted.after)
+        noted = self._noted._replace(
+            eps=self._draws.eps, notes=[*dict.fromkeys(self._noted.notes)]
+        )
         torch.save(tuple(noted), self._folder / f"{self._rank}.pt")
         if dist.is_initialized():
             dist.barrier()
         _leave(0)
 
-    def fail(self, script: str, error: Exception) -> None:
-        """Write why the script has failed, and end this process."""
-        told = {"text": where_it_failed(Path(script), error), "trace": traceback.format_exc()}
-        (self._folder / f"{self._rank}.error").write_text(json.dumps(told))
+    def fail(self, text: str = "", trace: str = "") -> None:
+        """Write why the script has failed, if that is more than it has printed, and end."""
+        (self._folder / f"{self._rank}.error").write_text(json.dumps([text, trace]))
         _leave(1)
 
     def _note_deal(self, _: Balancer, deal: Any, *__: Any) -> None:
@@ -204,50 +205,41 @@ class Watch:
             self.end()
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
-        for each in _of(optimizer):
-            self._noted.before.setdefault(self._name(each), _part_of(each))
+        self._note_state(self._noted.before)  # of parameters that were not there when it began
+        known = self._parameters()
+        gradients = [(known[id(each)][0], each.grad) for each in _of(optimizer)]
         self._noted.updates.append(
-            {
-                self._name(each): _part_of(each.grad)
-                for each in _of(optimizer)
-                if each.grad is not None
-            }
+            {name: _part_of(each) for name, each in gradients if each is not None}
         )
 
-    def _note_state(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-        of_models = [parameter for each in self._models for parameter in each.parameters()]
-        of_optimizers = [parameter for each in self._optimizers for parameter in _of(each)]
-        for parameter in (*of_models, *of_optimizers):
-            if not parameter.is_meta and not nn.parameter.is_lazy(parameter):
-                parameters.setdefault(self._name(parameter), _part_of(parameter))
-        for model in self._models:
-            for name, buffer in model.named_buffers():
-                if buffer.is_floating_point() and not buffer.is_meta:
-                    buffers.setdefault(_WRAPPED.sub("", name), _part_of(buffer))
+    def _note_state(self, noted: dict[str, Tensor]) -> None:
+        values = [*self._parameters().values()]
+        for model in self._models if self._rank == 0 else ():
+            values += [(f"{BUFFER} {_plain(name)}", each) for name, each in model.named_buffers()]
+        for name, value in values:
+            is_number = value.is_floating_point() or value.is_complex()
+            if name not in noted and is_number and not (value.is_meta or is_lazy(value)):
+                noted[name] = _part_of(value)
 
-    def _name(self, parameter: Tensor) -> str:
-        if id(parameter) not in self._names:
-            found = [
-                (id(each), _WRAPPED.sub("", name))
-                for model in self._models
-                for name, each in model.named_parameters()
-            ] + [
-                (id(each), f"{BESIDE} {place}, parameter {index} {tuple(each.shape)}")
-                for place, optimizer in enumerate(self._optimizers)
+    def _parameters(self) -> dict[int, tuple[str, Tensor]]:
+        """Each parameter and its name, by identity; a name of a model comes first."""
+        found: list[tuple[str, Tensor]] = []
+        for place, model in enumerate(self._models):
+            more = f" (model {place})" if place else ""
+            found += [(_plain(name) + more, each) for name, each in model.named_parameters()]
+        for place, optimizer in enumerate(self._optimizers):
+            found += [
+                (f"{BESIDE} {place}, parameter {index} {tuple(each.shape)}", each)
                 for index, each in enumerate(_of(optimizer))
             ]
-            for key, name in found:
-                if key not in self._names:
-                    is_taken = name in self._names.values()
-                    self._names[key] = f"{name} of model {len(self._names)}" if is_taken else name
-        return self._names[id(parameter)]
+        return {id(each): (name, each) for name, each in reversed(found)}
 
     def _note_warnings(self) -> None:
         show = warnings.showwarning
 
         def noting(message: Any, category: Any, *others: Any, **named: Any) -> None:
             if issubclass(category, HeterogWarning):
-                self._noted.warnings.append(str(message))
+                self._noted.notes.append(f"The balancer warned: {message}")
             show(message, category, *others, **named)
 
         warnings.showwarning = noting
@@ -265,12 +257,10 @@ class Watch:
             *others: Any,
             **named: Any,
         ) -> Tensor:
-            is_frozen = training and running_mean is not None
-            self._noted = self._noted._replace(
-                is_frozen=self._noted.is_frozen or is_frozen,
-                has_statistics=self._noted.has_statistics or (training and not is_frozen),
-            )
-            given = (input, running_mean, running_var, weight, bias, training and not is_frozen)
+            if training:
+                self._noted.notes.append(_NOT_FROZEN if running_mean is None else _FROZEN)
+            is_left = training and running_mean is None
+            given = (input, running_mean, running_var, weight, bias, is_left)
             return own(*given, *others, **named)
 
         functional.batch_norm = batch_norm
@@ -365,6 +355,11 @@ def _keep_files(began_s: float) -> None:
     _call_before(torch, "save", save)  # which writes without Python's open
 
 
+def _plain(name: str) -> str:
+    """The name of a parameter or buffer in the model that was wrapped."""
+    return _WRAPPED.sub("", name)
+
+
 def _of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer."""
     return [each for group in optimizer.param_groups for each in group["params"]]
@@ -439,9 +434,9 @@ def main() -> None:
     except SystemExit as end:
         if end.code:
             print("" if isinstance(end.code, int) else end.code, file=sys.stderr)
-            _leave(1)
+            watch.fail()
     except Exception as error:
-        watch.fail(script, error)
+        watch.fail(where_it_failed(Path(script), error), traceback.format_exc())
     watch.end()
 
 

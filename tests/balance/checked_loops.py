@@ -4,10 +4,14 @@ Right loops train as one process does; wrong ones do not, and nothing but a run 
 compute something from a rank's own samples where no graph and no weight shows it.
 """
 
+import random
 import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,18 +25,23 @@ SAMPLES, FEATURES, CLASSES, BATCH = 24, 6, 4, 8
 
 
 class Data(Dataset[tuple[Tensor, Tensor]]):
-    """Random samples, drawn by the generators that scripts usually leave unseeded."""
+    """Random samples, drawn by the generator that scripts often leave unseeded, and noise."""
 
-    def __init__(self, num_samples: int = SAMPLES, *, noise: float = 0.0) -> None:
+    def __init__(self, num_samples: int = SAMPLES, kind: str = "") -> None:
         self.x = torch.randn(num_samples, FEATURES)
         self.y = torch.randint(0, CLASSES, (num_samples,))
-        self.noise = noise
+        self.kind, self.generator = kind, np.random.default_rng(0)
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index] + self.noise * torch.randn(FEATURES), self.y[index]
+        x = self.x[index]
+        if self.kind == "noise":
+            x = x + torch.randn(FEATURES) * np.random.rand() * random.random()  # noqa: NPY002
+        if self.kind == "own generator":
+            x = x + self.generator.normal()
+        return x, self.y[index]
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -129,6 +138,17 @@ def pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return entropy(logits, y) + near.mean()
 
 
+def partners(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    order = torch.randperm(len(x))
+    logits = model(0.7 * x + 0.3 * x[order])
+    return 0.7 * entropy(logits, y) + 0.3 * entropy(logits, y[order])
+
+
+def noisy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    at = torch.randint(0, 10, (len(x), 1)) / 10
+    return entropy(model(x + at * torch.randn_like(x)), y)
+
+
 class Running:
     """Divides by a mean of losses so far, kept in Python."""
 
@@ -150,6 +170,8 @@ LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "threshold": threshold,
     "disguised sum": disguised,
     "pairs": pairs,
+    "partners": partners,
+    "noisy": noisy,
     "running": Running(),
     "autocast": autocast,
 }
@@ -169,7 +191,7 @@ def data_of(kind: str) -> Dataset[Any]:
         return Data(BATCH - 3)
     if kind == "stream":
         return Stream()
-    return Data(noise=0.5 if kind == "noise" else 0.0)
+    return Data(kind=kind)
 
 
 def model_of(kind: str) -> nn.Module:
@@ -195,26 +217,23 @@ def main() -> None:
         for parameter in parameters:
             parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
     optimizer, loss_of = optimizer_of(kind, parameters), LOSSES.get(kind, plain)
+
+    def backward(x: Tensor, y: Tensor) -> None:
+        loss = entropy(model(x) * scale, y) if kind == "beside" else loss_of(model, x, y)
+        balancer.weigh(loss).backward()
+
+    def closure(x: Tensor, y: Tensor) -> float:
+        optimizer.zero_grad()
+        backward(x, y)
+        return balancer.mean_loss()
+
     for _ in range(3):
         for batch in balancer.loader(data_of(kind)):
-            x, y = batch
-
-            def backward(x: Tensor, y: Tensor) -> None:
-                loss = loss_of(model, x, y)
-                if kind == "beside":
-                    loss = entropy(model(x) * scale, y)
-                balancer.weigh(loss).backward()
-
-            def closure() -> float:
-                optimizer.zero_grad()
-                backward(x, y)
-                return balancer.mean_loss()
-
             if kind == "lbfgs":
-                optimizer.step(closure)
+                optimizer.step(partial(closure, *batch))
                 continue
-            if kind == "fails" and dist.get_rank() == 1:
-                raise ArithmeticError("no step\nat all")
+            if dist.get_rank() == 1:
+                misbehave(kind)
             for part in balancer.parts(batch) if kind == "micro-batches" else [batch]:
                 backward(*part)
             if kind == "clipping":
@@ -226,6 +245,15 @@ def main() -> None:
                 torch.save(model.state_dict(), "last.pt")
             if kind == "ends":
                 return
+
+
+def misbehave(kind: str) -> None:
+    if kind == "fails":
+        raise ArithmeticError("no step\nat all")
+    if kind == "exits":
+        sys.exit("not today")
+    if kind == "hangs":
+        time.sleep(1000)
 
 
 if __name__ == "__main__":
