@@ -326,10 +326,11 @@ def _keep_files(began_s: float) -> None:
 
     def check(path: Any) -> None:
         try:
-            name, found = Path(os.fsdecode(path)), os.stat(path)
+            name, found = Path(os.path.relpath(os.fsdecode(path))), os.stat(path)
         except (OSError, TypeError, ValueError):  # there is none, or it is no path
             return
-        is_cache = name.suffix == ".lock" or any(part[0] == "." for part in name.parts[1:])
+        is_hidden = any(part.startswith(".") and part != ".." for part in name.parts)
+        is_cache = is_hidden or name.suffix in (".lock", ".pyc")
         if stat.S_ISREG(found.st_mode) and found.st_mtime < began_s and not is_cache:
             raise HeterogError(
                 f"the script would replace or remove {name}, which was there before the check. "
