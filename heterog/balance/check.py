@@ -159,8 +159,10 @@ def check(request: CheckRequest, progress: Callable[[str], None] = lambda stage:
         found, noise = compare(one, other), None
         if found.names:
             again = run("run 3, as 2 in another order", divisions[1], again=True)
-            apart = differences(other, again)[found.place]
-            noise = max(apart[name].relative for name in found.names)
+            apart = differences(other, again)[-1 if found.is_last else found.place]
+            noise = max(
+                (apart[name].relative for name in found.names if name in apart), default=0.0
+            )
     notes = list(dict.fromkeys(line for each in (*one, *other) for line in each.notes))
     number = min(len(each.updates) for each in (*one, *other))
     if number < request.num_updates:
@@ -282,7 +284,8 @@ def _places(run: Run, number: int) -> list[Values]:
         _joined([[each.before] for each in run]),
         _joined([[each.after] for each in run]),
     )
-    return [*gradients, {name: value - before[name] for name, value in after.items()}]
+    moved = {name: after[name] - value for name, value in before.items() if name in after}
+    return [*gradients, moved]
 
 
 def _joined(ranks: Sequence[Sequence[Values]]) -> Values:
@@ -365,14 +368,14 @@ def _judged(request: CheckRequest, found: Found, noise: float | None, notes: lis
         answer, advice = "differs", _advice(found)
         text = (
             f"{request.script} trains otherwise if its samples are divided otherwise, {runs} of "
-            f"each batch: {what} differ by {apart:.1%} of their norm, and rounding may make "
+            f"each batch: {what} differ by {_percent(apart)} of their norm, and rounding may make "
             f"{found.allowed:.2%}."
         )
     else:
-        answer, advice = "undecided", _RANDOM
+        answer, advice = "undecided", _RANDOM if math.isfinite(noise) else _INFINITE
         text = (
-            f"{what} differ by {apart:.1%} with {runs} of each batch on the ranks, and by "
-            f"{noise:.1%} with one division and other random numbers."
+            f"{what} differ by {_percent(apart)} with {runs} of each batch on the ranks, and by "
+            f"{_percent(noise)} with one division and other random numbers."
         )
     return Verdict(
         answer=answer,
@@ -384,6 +387,10 @@ def _judged(request: CheckRequest, found: Found, noise: float | None, notes: lis
         advice=advice,
         notes=notes,
     )
+
+
+def _percent(part: float) -> str:
+    return f"{part:.1%}" if math.isfinite(part) else "an infinite part"
 
 
 def _advice(found: Found) -> str:

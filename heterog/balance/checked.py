@@ -139,8 +139,10 @@ class Watch:
         ShareSampler.dealt_as = tuple(self._task.shares)
         _call_before(ShareSampler, "__iter__", self.begin)
         _call_before(Balancer, "watch_norms", lambda _, model: self._models.append(model))
-        _call_before(Balancer, "begin_step", self._note_deal)
-        _call_before(Optimizer, "__init__", self._note_optimizer)
+        _call_before(
+            Balancer, "begin_step", lambda _, deal, *__: self._noted.deals.append(deal.samples)
+        )
+        _call_before(Optimizer, "__init__", lambda each, *_, **__: self._optimizers.append(each))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         self._note_warnings()
@@ -168,12 +170,6 @@ class Watch:
         """Write why the script has failed, if that is more than it has printed, and end."""
         (self._folder / f"{self._rank}.error").write_text(json.dumps([text, trace]))
         _leave(1)
-
-    def _note_deal(self, _: Balancer, deal: Any, *__: Any) -> None:
-        self._noted.deals.append(deal.samples)
-
-    def _note_optimizer(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        self._optimizers.append(optimizer)
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
         if not self._has_begun:
@@ -215,7 +211,10 @@ class Watch:
     def _note_state(self, noted: dict[str, Tensor]) -> None:
         values = [*self._parameters().values()]
         for model in self._models if self._rank == 0 else ():
-            values += [(f"{BUFFER} {_plain(name)}", each) for name, each in model.named_buffers()]
+            values += [
+                (f"{BUFFER} {_WRAPPED.sub('', name)}", each)
+                for name, each in model.named_buffers()
+            ]
         for name, value in values:
             is_number = value.is_floating_point() or value.is_complex()
             if name not in noted and is_number and not (value.is_meta or is_lazy(value)):
@@ -226,7 +225,9 @@ class Watch:
         found: list[tuple[str, Tensor]] = []
         for place, model in enumerate(self._models):
             more = f" (model {place})" if place else ""
-            found += [(_plain(name) + more, each) for name, each in model.named_parameters()]
+            found += [
+                (_WRAPPED.sub("", name) + more, each) for name, each in model.named_parameters()
+            ]
         for place, optimizer in enumerate(self._optimizers):
             found += [
                 (f"{BESIDE} {place}, parameter {index} {tuple(each.shape)}", each)
@@ -356,11 +357,6 @@ def _keep_files(began_s: float) -> None:
     _call_before(torch, "save", save)  # which writes without Python's open
 
 
-def _plain(name: str) -> str:
-    """The name of a parameter or buffer in the model that was wrapped."""
-    return _WRAPPED.sub("", name)
-
-
 def _of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer."""
     return [each for group in optimizer.param_groups for each in group["params"]]
@@ -401,7 +397,7 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _set_environment() -> None:
+def set_environment() -> None:
     """The variables that torchrun would set, and one accelerator for several ranks if need be."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.update(LOCAL_WORLD_SIZE=str(num_ranks), GROUP_RANK="0", NODE_RANK="0")
@@ -422,7 +418,7 @@ def main() -> None:
     """Run the script of the command line."""
     given, script, *arguments = sys.argv[1:]
     task = Task(**json.loads(given))
-    _set_environment()
+    set_environment()
     watch = Watch(task)
     watch.watch()
     sys.argv = [script, *arguments]

@@ -1,14 +1,18 @@
 """Loops that train as one process does, and loops that do not: a check tells them apart."""
 
 import json
+import os
 import stat
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from heterog import cli
+from heterog.balance import checked as checked_rank
 from heterog.balance.check import CheckRequest, ScriptError, Verdict, check
 from heterog.errors import HeterogError
 from tests.thorough import few_of
@@ -107,6 +111,18 @@ def test_files_that_were_there_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     assert kept.read_text() == "weights of a week"
     kept.unlink()
     assert checked("overwrites").answer == "equal"  # both runs write it
+
+
+def test_ranks_share_an_accelerator_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *words, **options: begun.append(words))
+    monkeypatch.setattr(checked_rank, "device_count", lambda: 2)
+    for rank, local in ((1, "1"), (2, "0")):
+        monkeypatch.setattr(os, "environ", {"RANK": str(rank), "WORLD_SIZE": "3"})
+        checked_rank.set_environment()
+        assert os.environ["LOCAL_RANK"] == local
+    dist.init_process_group("backend of accelerators", device_id=torch.device("cpu"))
+    assert begun == [("gloo",)]
 
 
 def test_command_prints_a_verdict(
