@@ -1,9 +1,8 @@
 """A rank of ``heterog check``: runs a training script as it is, for a few updates.
 
-    python -m heterog.balance.checked '{"folder": ..., "shares": [3, 1], ...}' train.py --lr 0.1
-
-Batches are dealt in the given shares. The rank notes the gradients that each update sees, and what
-parameters and buffers were before the first update and after the last one. Then it ends.
+Its arguments are a ``Task`` in JSON, the script, and what the script is given. Batches are dealt
+in the task's shares. The rank notes the gradients that each update sees, and what parameters and
+buffers were before the first update and after the last one. Then it ends.
 
 Only the division shall make a difference. So all ranks begin with one seed, a data set draws from
 a seed of the sample's index, and tensors of random numbers in the loop have their means: dropout

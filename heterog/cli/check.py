@@ -16,10 +16,13 @@ MOST_NAMES = 5
 
 
 def check(
-    script: Annotated[str, typer.Argument(help="a training script that torchrun could start")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="of the script, options too")
-    ] = None,
+    script: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT [ARGUMENTS]...",
+            help="a training script that torchrun could start, and its own arguments",
+        ),
+    ],
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m")
     ] = False,
@@ -47,8 +50,8 @@ def check(
     from heterog.units import parse_seconds
 
     request = CheckRequest(
-        script=script,
-        arguments=tuple(arguments or ()),
+        script=script[0],
+        arguments=tuple(script[1:]),
         is_module=module,
         num_ranks=ranks,
         num_updates=steps,
