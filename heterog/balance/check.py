@@ -10,13 +10,14 @@ rounding lies between them. Sums over samples are rounded in 32 bits: 4096 units
 more than cancellation in a sum of millions of terms leaves, are 0.0005 of a gradient's norm. Where
 numbers have 16 bits, each is rounded by up to one of its own units, of which four count, too.
 A parameter whose gradient is zero but for rounding (a bias before a softmax) differs by all of it;
-so a difference must also exceed 64 and 2 such units of the norm of all gradients together, and
-such a parameter is not compared later.
+so a difference must also exceed 64 and 2 such units of the norm of all gradients together.
 
-After the first update weights differ by rounding, and an optimizer that divides by the gradient's
-size (Adam) moves an element whose gradient's sign is rounding by two steps. If rounding is a part
-``t`` of the norm, a part ``t`` of the elements may be so, which is a difference of ``2 sqrt(t)``
-in the norm of the update. That counts for later gradients, and for how weights and buffers move.
+After the first update weights differ by rounding. An optimizer that divides by the gradient's size
+(Adam) would move an element whose gradient is rounding by a whole step in either direction; so
+elements that are at most 64 and 2 units of the largest are set to 0 before each update. Where the
+others are off by a part ``t``, a part ``t`` of them may later be 0 in one run only, or have other
+signs, which is a difference of ``2 sqrt(t)`` in the norm of an update. That counts for later
+gradients, and for how weights and buffers move.
 
 If runs differ, the second is repeated with another order of each rank's samples, and other random
 numbers. What differs there, too, is not due to the division.
@@ -33,13 +34,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heterog.balance.checked import BESIDE, BUFFER, Noted, Task
+from heterog.balance.checked import BESIDE, BUFFER, EPS, Noted, Task, least_part
 from heterog.errors import HeterogError
 from heterog.runtime.launch import RANKS_OWN, run_commands, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.watching import LaunchError, Limits
 
-EPS = torch.finfo(torch.float32).eps
 NOISE = 3.0
 """A difference counts if it exceeds what random numbers make by this factor."""
 
@@ -245,24 +245,19 @@ class Found(NamedTuple):
 def compare(one: Run, other: Run) -> Found:
     """Find the first place in which two runs differ by more than rounding."""
     eps = max(each.eps for each in (*one, *other))
-    allowed, least = 4 * eps + 4096 * EPS, 2 * eps + 64 * EPS
+    allowed, least = 4 * eps + 4096 * EPS, least_part(eps)
     places = differences(one, other)
     norms = [math.hypot(*(each.scale for each in apart.values())) for apart in places]
-    trained, rounded = set[str](), set[str]()
     for place, (aparts, whole) in enumerate(zip(places, norms, strict=True)):
-        is_last = place == len(places) - 1
         bound = 2 * math.sqrt(allowed) if place else allowed
         names = {
             name: each.relative
             for name, each in aparts.items()
             if not (each.relative <= bound or each.norm <= least * whole)
-            and not (is_last and name in rounded - trained)
         }
         if names:
             ordered = dict(sorted(names.items(), key=lambda item: -item[1]))
-            return Found(place, is_last, max(names.values()), bound, ordered)
-        rounded |= set(aparts)
-        trained |= {name for name, each in aparts.items() if each.scale > least * whole}
+            return Found(place, place == len(places) - 1, max(names.values()), bound, ordered)
     apart = math.hypot(*(each.norm for each in places[0].values())) / (norms[0] or 1.0)
     return Found(0, False, apart, allowed, {})
 

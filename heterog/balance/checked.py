@@ -12,6 +12,7 @@ samples differ by nature.
 
 import io
 import json
+import math
 import os
 import random
 import re
@@ -50,6 +51,7 @@ from heterog.runtime.accelerators import CPU_BACKEND, device_count, is_accelerat
 from heterog.user_code import where_it_failed
 
 SEED = 0
+EPS = torch.finfo(torch.float32).eps
 MOST_ELEMENTS = 2**16
 """Elements of each tensor that are kept, at equal distances."""
 MOST_TURNS = 10
@@ -68,6 +70,15 @@ _NOT_FROZEN = (
 _WRAPPED = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_forward_module)\.")
 _EPS_OF_PRODUCTS = 2.0**-10
 """Of accelerators, which may round the factors of float32 products to ten bits (TF32)."""
+
+
+def least_part(eps: float) -> float:
+    """Part of the norm, or of the largest element, of gradients below which one may be rounding.
+
+    Args:
+        eps: See ``Noted``.
+    """
+    return 2 * eps + 64 * EPS
 
 
 class Task(NamedTuple):
@@ -200,12 +211,22 @@ class Watch:
             self.end()
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
+        """Note gradients; then set elements to 0 that are rounding, before Adam scales them."""
         self._note_state(self._noted.before)  # of parameters that were not there when it began
         known = self._parameters()
-        gradients = [(known[id(each)][0], each.grad) for each in _of(optimizer)]
-        self._noted.updates.append(
-            {name: _part_of(each) for name, each in gradients if each is not None}
-        )
+        found = {known[id(each)][0]: each.grad for each in _of(optimizer) if each.grad is not None}
+        self._noted.updates.append({name: _part_of(each) for name, each in found.items()})
+        dense = {
+            name: _local(each) for name, each in found.items() if each.layout == torch.strided
+        }
+        sizes = [  # alike on all ranks, which average these gradients
+            float(each.abs().max())
+            for name, each in dense.items()
+            if each.numel() and not name.startswith(BESIDE)
+        ]
+        least = least_part(self._draws.eps) * max(sizes, default=0.0)
+        for each in dense.values() if math.isfinite(least) else ():
+            each.masked_fill_(each.abs() <= least, 0.0)
 
     def _note_state(self, noted: dict[str, Tensor]) -> None:
         values = [*self._parameters().values()]
@@ -361,10 +382,15 @@ def _of(optimizer: Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
+def _local(value: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def _part_of(value: Tensor) -> Tensor:
     """Elements of a tensor, or of this rank's part of it, on the CPU."""
-    value = value.detach()
-    value = value.to_local() if isinstance(value, DTensor) else value
+    value = _local(value)
     value = value if value.layout == torch.strided else value.to_dense()
     value = torch.view_as_real(value) if value.is_complex() else value
     flat = value.reshape(-1)
