@@ -201,8 +201,8 @@ def _run(request: CheckRequest, task: Task) -> Run:
     noted = [Noted(*torch.load(file, weights_only=True)) for file in files]
     if not noted[0].updates:
         raise ScriptError(
-            f"{request.script} has taken {len(noted[0].deals)} batches from a heterog.Balancer on "
-            "its ranks, and no optimizer of PyTorch has made an update: nothing can be compared."
+            f"{request.script} has made no update with batches of a heterog.Balancer on its ranks "
+            f"({len(noted[0].deals)} were taken): nothing can be compared."
         )
     return noted
 

@@ -55,7 +55,8 @@ EPS = torch.finfo(torch.float32).eps
 MOST_ELEMENTS = 2**16
 """Elements of each tensor that are kept, at equal distances."""
 MOST_TURNS = 10
-"""Updates of one optimizer, over those asked for, after which a rank waits for no other one."""
+"""Updates of one optimizer, over those asked for, after which a rank waits no longer for those of
+another one, or for batches of a balancer."""
 BESIDE, BUFFER = "optimizer", "buffer"
 """First words of the names of parameters that no balancer's model has, and of buffers."""
 
@@ -140,6 +141,7 @@ class Watch:
         if self._has_begun:
             return
         self._has_begun = True
+        self._num_updates.clear()
         self._note_state(self._noted.before)
         seed_all(SEED + self._task.again)
         self._draws.__enter__()  # type: ignore[no-untyped-call]
@@ -201,13 +203,10 @@ class Watch:
         return arguments[:1], {**options, "closure": call}
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._has_begun:
-            return
         counts, asked = self._num_updates, self._task.num_updates
         counts[id(optimizer)] += 1
-        if counts[id(optimizer)] >= MOST_TURNS * asked or all(
-            counts[id(each)] >= asked for each in self._optimizers
-        ):
+        all_have = all(counts[id(each)] >= asked for each in self._optimizers)
+        if counts[id(optimizer)] >= MOST_TURNS * asked or (self._has_begun and all_have):
             self.end()
 
     def _note_gradients(self, optimizer: Optimizer) -> None:

@@ -227,6 +227,8 @@ def main() -> None:
         backward(x, y)
         return balancer.mean_loss()
 
+    while kind == "without a balancer":  # a check ends it
+        optimizer.step()
     for _ in range(3):
         for batch in balancer.loader(data_of(kind)):
             if kind == "lbfgs":
