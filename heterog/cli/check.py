@@ -1,13 +1,17 @@
 """``heterog check``: whether a script with a balancer divides its samples without a trace."""
 
+import json
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from heterog.cli.common import JsonOption, print_json, progress_line
 from heterog.errors import HeterogError
+
+if TYPE_CHECKING:
+    from heterog.balance.check import Verdict
 
 MOST_LINES = 12
 """Lines of a script's traceback that are shown."""
@@ -65,17 +69,22 @@ def check(
         sys.stderr.writelines(error.trace.splitlines(keepends=True)[-MOST_LINES:])
         raise
     if as_json:
-        print_json(asdict(verdict))
+        # JSON has no numbers that are infinite.
+        print_json(json.loads(json.dumps(asdict(verdict)), parse_constant=lambda _: None))
     else:
-        print(f"{verdict.answer.upper()}: {verdict.text}")
-        for name, apart in list(verdict.names.items())[:MOST_NAMES]:
-            print(f"    {apart:8.1%}  {name}")
-        if len(verdict.names) > MOST_NAMES:
-            print(f"    and {len(verdict.names) - MOST_NAMES} more")
-        for line in filter(None, (verdict.advice, *verdict.notes)):
-            print(line)
+        _print_verdict(verdict)
     if verdict.answer != "equal":
         raise typer.Exit(1)
+
+
+def _print_verdict(verdict: "Verdict") -> None:
+    print(f"{verdict.answer.upper()}: {verdict.text}")
+    for name, apart in list(verdict.names.items())[:MOST_NAMES]:
+        print(f"    {apart:8.1%}  {name}")
+    if len(verdict.names) > MOST_NAMES:
+        print(f"    and {len(verdict.names) - MOST_NAMES} more")
+    for line in filter(None, (verdict.advice, *verdict.notes)):
+        print(line)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

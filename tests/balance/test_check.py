@@ -145,6 +145,8 @@ def test_command_prints_a_verdict(
     code, out, _ = run("--json", "-m", "tests.balance.checked_loops", "plain")
     assert code == 0
     assert json.loads(out)["answer"] == "equal"
+    code, out, _ = run("--json", str(LOOPS), "advantages")
+    assert (code, json.loads(out)["answer"], json.loads(out)["apart"]) == (1, "differs", None)
     code, out, err = run(str(LOOPS), "fails")
     assert (code, out) == (2, "")
     assert err.count('raise ArithmeticError("no step') == 1
