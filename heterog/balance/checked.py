@@ -184,6 +184,8 @@ class Watch:
         _leave(1)
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
+        if all(each is not optimizer for each in self._optimizers):  # a copy of another one
+            self._optimizers.append(optimizer)
         if not self._has_begun:
             return None
         closure = options.get("closure") or next(iter(arguments[1:]), None)
