@@ -15,6 +15,8 @@
   a loss adds up.
 - ``speeds`` measures the compute time of a rank between its waits, and fits it; ``rebalancing``
   decides when shares change, and changes them. ``group`` has the ranks of the job.
+- ``check`` runs a script with its samples divided in two ways and compares what comes out;
+  ``checked`` is a rank of such a run.
 """
 
 from heterog.balance.balancer import Balancer

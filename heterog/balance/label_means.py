@@ -471,8 +471,8 @@ _UNLIKE = {
 }
 _TOGETHER = (
     "the loss or the model takes statistics over the samples of a batch, or compares them with "
-    "each other ({}), and a rank sees its own part only. A plan runs such a step as one device "
-    "does (heterog.deploy); {own}."
+    "each other ({}), and a rank sees its own part only. heterog check SCRIPT shows whether that "
+    "makes other updates. A plan runs such a step as one device does (heterog.deploy); {own}."
 )
 _SUMMED = (
     "the loss is a sum over samples, or a part of it is (its elements are {}), and a "

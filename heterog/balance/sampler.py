@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
@@ -52,6 +52,9 @@ class ShareSampler(Sampler[list[int]]):
         BalanceError: the shares do not fit the ranks or the batch.
     """
 
+    dealt_as: ClassVar[tuple[int, ...] | None] = None
+    """Shares of all samplers instead of their own, in any unit; set by ``heterog check``."""
+
     def __init__(
         self,
         batches: GlobalBatches,
@@ -94,6 +97,8 @@ class ShareSampler(Sampler[list[int]]):
     @property
     def shares(self) -> tuple[int, ...]:
         """The shares set last."""
+        if self.dealt_as is not None:
+            return scaled_shares(self.dealt_as, self._batches.units_per_batch)
         return self._in_force[-1][1]
 
     def set_epoch(self, epoch: int) -> None:
@@ -160,7 +165,9 @@ class ShareSampler(Sampler[list[int]]):
         )
 
     def _cut(self, indices: IndexArray, step: int) -> list[IndexArray]:
-        shares = next(shares for begin, shares in reversed(self._in_force) if begin <= step)
+        shares = self.dealt_as or next(
+            shares for begin, shares in reversed(self._in_force) if begin <= step
+        )
         parts = self._batches.cut(indices, shares)
         if self._least > 1 and any(len(part) == 1 for part in parts):
             counts = without_singles([len(part) for part in parts])

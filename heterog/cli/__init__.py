@@ -6,7 +6,8 @@ input ends with exit code 2 and one clear line.
 - ``plan`` has the commands that make and show plans, ``compare`` compares methods; options about
   money are in ``objective``, the words about a new plan in ``found``, settings in a file in
   ``run_file``.
-- ``run`` trains; ``calibrate`` has profiles, fits and the errors of predictions.
+- ``run`` trains; ``check`` looks whether a script with a balancer divides its samples right;
+  ``calibrate`` has profiles, fits and the errors of predictions.
 - ``train`` has the commands about agents, ``schedule`` the one about arriving jobs, ``listing``
   lists names and makes files of graphs and machines.
 - Shared: ``common`` has options, printing and Ctrl-C, ``outputs`` the files and streams that
@@ -23,7 +24,7 @@ from typing import Annotated, TextIO
 import typer
 
 import heterog
-from heterog.cli import calibrate, compare, listing, plan, run, schedule, train
+from heterog.cli import calibrate, check, compare, listing, plan, run, schedule, train
 from heterog.cli.outputs import errors_spelled, outputs_checked, standard_streams
 from heterog.cli.run_file import FromRunFile
 from heterog.errors import HeterogError, HeterogWarning
@@ -44,6 +45,8 @@ for _command in (
 ):
     _kind = FromRunFile if _command is plan.plan else None
     app.command(cls=_kind)(errors_spelled(outputs_checked(_command)))
+# What follows the script is the script's, options too.
+app.command(context_settings={"allow_interspersed_args": False})(errors_spelled(check.check))
 
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
 cluster_app.command("detect")(errors_spelled(outputs_checked(listing.detect)))
