@@ -118,9 +118,10 @@ def load_object(source: str, what: str) -> object:
 def as_script(path: Path) -> Iterator[None]:
     """What Python does for a script without arguments: its folder leads the path of imports.
 
-    Later imports, when the model is made say, look there last.
+    Later imports, when the model is made say, look there last. If the script changes the working
+    folder, in which heterog reads and writes files, that is changed back.
     """
-    arguments = sys.argv
+    arguments, working = sys.argv, os.getcwd()
     _forget_namesakes(path.parent)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
@@ -128,6 +129,7 @@ def as_script(path: Path) -> Iterator[None]:
         yield
     finally:
         sys.argv = arguments
+        os.chdir(working)
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
         if str(path.parent) not in sys.path:
