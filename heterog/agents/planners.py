@@ -164,7 +164,8 @@ def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
     return PlanResult(candidates=(), num_evaluations=0, reason=reason)
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def as_torch_starts(function: Callable[P, R]) -> Callable[P, R]:
