@@ -98,8 +98,9 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
     with caches_without_fakes(), statistics_of_unread_norms(), without_collector(), quiet:
         in_memory, known = False, frozenset[str]()
         while True:
-            # What draws next, a rank's own model say, draws as if nothing had been captured.
-            with same_draws():
+            # What draws next, a rank's own model say, draws as if nothing had been captured. A
+            # search for anomalies would ask each gradient for its values.
+            with same_draws(), torch.autograd.set_detect_anomaly(False):
                 try:
                     return _capture_step(workload, planned, known, in_memory=in_memory)
                 except _UnknownConstant:

@@ -489,7 +489,6 @@ def trace(
         # No code of a trace runs, and ``random_(1, 4)`` would have none: ``aten.random_.from``.
         _use_lazy_graph_module(True),
         torch.backends.mkldnn.flags(enabled=False),
-        torch.autograd.set_detect_anomaly(False),  # it asks each gradient for its values
         fx_traceback.preserve_node_meta(),
         as_one_process(),
         with_static_shapes(model),
