@@ -8,6 +8,7 @@ through ``trusted_source`` first.
 import importlib.util
 import inspect
 import itertools
+import os
 import shlex
 import sys
 import traceback
@@ -19,7 +20,11 @@ from types import ModuleType
 from heterog.errors import InputFileError
 from heterog.names import shown
 
+FAILURES = (Exception, SystemExit)
+"""How a user's file may fail; one written as a script may end the program."""
 _module_numbers = itertools.count()
+_folders: set[Path] = set()
+"""Folders of the files that were run."""
 
 
 def is_from_file(source: str) -> bool:
@@ -105,19 +110,42 @@ def load_object(source: str, what: str) -> object:
         InputFileError: the file or the name is missing, or running the file fails.
     """
     path, name = split_source(source, what)
-    with folder_on_path(path.parent):
+    with as_script(path):
         return callable_in(path, name)
 
 
 @contextmanager
-def folder_on_path(folder: Path) -> Iterator[None]:
-    """The folder on ``sys.path``, as when Python runs one of its files as a script."""
-    sys.path.insert(0, str(folder))
+def as_script(path: Path) -> Iterator[None]:
+    """What Python does for a script without arguments: its folder leads the path of imports.
+
+    Later imports, when the model is made say, look there last. If the script changes the working
+    folder, in which heterog reads and writes files, that is changed back.
+    """
+    arguments, working = sys.argv, os.getcwd()
+    _forget_namesakes(path.parent)
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path)]
     try:
         yield
     finally:
-        if str(folder) in sys.path:
-            sys.path.remove(str(folder))
+        sys.argv = arguments
+        os.chdir(working)
+        if str(path.parent) in sys.path:
+            sys.path.remove(str(path.parent))
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+
+
+def _forget_namesakes(folder: Path) -> None:
+    """Let modules of other users' folders be found anew if this folder has them, too."""
+    others = tuple(f"{each}{os.sep}" for each in _folders - {folder})
+    _folders.add(folder)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(others) and "site-packages" not in file:
+            beside = folder / name.partition(".")[0]
+            if beside.is_dir() or beside.with_suffix(".py").is_file():
+                del sys.modules[name]
 
 
 def callable_in(path: Path, name: str) -> object:
@@ -151,13 +179,13 @@ def _import(path: Path) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except FAILURES as error:
         del sys.modules[module_name]
         raise InputFileError(where_it_failed(path, error)) from error
     return module
 
 
-def where_it_failed(path: Path, error: Exception) -> str:
+def where_it_failed(path: Path, error: BaseException) -> str:
     """One line: the file's own line nearest to the error, and the error."""
     reason = " ".join(str(error).split())
     text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
@@ -169,5 +197,7 @@ def where_it_failed(path: Path, error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines.append(error.lineno)
         text = f"{type(error).__name__}: {error.msg}"
+    if isinstance(error, SystemExit):
+        text += " ends the program; heterog runs the file without arguments, as an import"
     line = f":{lines[-1]}" if lines else ""
     return f"{path}{line}: {text}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import heterog
 from heterog import cli
@@ -127,6 +128,34 @@ def test_plan_prints_one_document_and_writes_whole_files(
     assert json.loads(run("report", plan, "-o", again, "--json").out)["file"] == str(again)
     assert again.read_text() == page.read_text(), "the file holds all that the page shows"
     assert f"report (open it in a browser): {again}" in run("report", plan, "-o", again).out
+
+
+OF_A_SCRIPT = """
+import os
+os.chdir("/")
+torch.set_default_dtype(torch.float64)
+torch.autograd.set_detect_anomaly(True)
+print("not JSON")
+"""
+
+
+def test_a_models_file_may_be_a_script(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prints, changes the working folder, and sets torch's defaults, which agents share."""
+    path = tmp_path / "my_model.py"
+    path.write_text(MODEL + OF_A_SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    try:
+        result = run("plan", model, "--cluster", "paper_8gpu", "--budget", "20e", "--json",
+                     "--method", "cp_ar,agent", "--no-changes", "-o", "plan.json")  # fmt: skip
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.autograd.set_detect_anomaly(False)
+    assert result.code == 0, result.err
+    assert "not JSON" in result.err
+    assert {row["method"] for row in json.loads(result.out)["methods"]} == {"cp_ar", "agent"}
+    assert heterog.load_plan(tmp_path / "plan.json").graph.tensors[0].dtype == "float64"
 
 
 def test_what_a_person_runs_today_is_a_row_beside_ours(

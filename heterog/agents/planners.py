@@ -17,8 +17,8 @@ torch is imported when one is asked to plan.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -164,6 +164,23 @@ def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
     return PlanResult(candidates=(), num_evaluations=0, reason=reason)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def as_torch_starts(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, run with torch's own defaults; a model's file may have set others."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        from heterog.graph.python_state import torchs_defaults
+
+        with torchs_defaults():
+            return function(*args, **kwargs)
+
+    return run
+
+
 class _AsksPolicy(Planner):
     """A method that asks a policy, and goes on when it is asked again.
 
@@ -180,6 +197,7 @@ class _AsksPolicy(Planner):
     ) -> None:
         self.policy, self._lead = policy, lead
 
+    @as_torch_starts
     def prepare(self, evaluator: Evaluator) -> None:
         """Run on the smallest graph: libraries take about a second to set up at first use."""
         from heterog.agents.improver import load_improver
@@ -224,6 +242,7 @@ class Agent(_AsksPolicy):
         last_s: float = problem.memory.get(_LAST_S, 0.0)
         return last_s or answer_s(problem.evaluator)
 
+    @as_torch_starts
     def plan(self, problem: Problem) -> PlanResult:
         """Propose once; most of the budget is left over."""
         if problem.evaluator.cluster.num_devices > MOST_DEVICES:
@@ -271,6 +290,7 @@ class AgentSearch(_AsksPolicy):
             return 0.0
         return 2.0 * answer_s(problem.evaluator)
 
+    @as_torch_starts
     def plan(self, problem: Problem) -> PlanResult:
         """Propose, then search with the rest of the budget."""
         from heterog.agents.policy import draw

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from heterog.cli import completion
+from heterog.cli.outputs import answers
 from heterog.errors import HeterogError, UnknownNameError, named
 from heterog.garbage import without_collector
 from heterog.units import format_seconds
@@ -131,7 +132,7 @@ SourceOption = Annotated[
 
 def print_json(value: Any) -> None:
     """Print one document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    answers().write(json.dumps(value, indent=2) + "\n")
 
 
 def print_result(as_json: bool, document: object, *said: object) -> None:

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -135,9 +135,29 @@ def outputs_checked(command: Callable[P, None]) -> Callable[P, None]:
         }
         inputs = {name: value for name, value in given.items() if name not in outputs}
         _check(outputs, inputs, options)
-        command(*args, **kwargs)
+        with prints_beside() if given.get("as_json") else nullcontext():
+            command(*args, **kwargs)
 
     return checked
+
+
+_answers: list[TextIO] = []
+
+
+@contextmanager
+def prints_beside() -> Iterator[None]:
+    """Print to stderr in the body, as a model's own file may; ``answers`` is stdout as before."""
+    _answers.append(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _answers.pop()
+
+
+def answers() -> TextIO:
+    """Where the answer of the running command is printed."""
+    return _answers[-1] if _answers else sys.stdout
 
 
 def not_replaced(path: str | Path | None, what: str, *outputs: Path | None) -> None:

@@ -13,7 +13,7 @@ import sysconfig
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -498,6 +498,19 @@ def random_states(generators: Iterable[torch.Generator] = ()) -> Callable[[], No
         kept.put_back()
 
     return put_back
+
+
+@contextmanager
+def torchs_defaults() -> Iterator[None]:
+    """Make tensors in the body as torch starts with, whatever a model's file has set."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    try:
+        # A context for a device takes time at each call of torch.
+        with nullcontext() if device.type == "cpu" else torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 NUM_SEEDS = 4

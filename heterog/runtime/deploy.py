@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ from heterog.runtime.step.deploy_checks import (
 )
 from heterog.runtime.step.executor import StepExecutor, device_sets
 from heterog.runtime.step.gradients import ErrorFeedback
+from heterog.runtime.step.late_ranks import LateRanks
 from heterog.runtime.step.local_op import local_ops
 from heterog.runtime.step.optimizer import LossScale, Masters, make_optimizer
 from heterog.runtime.step.rank_program import RankProgram
@@ -158,6 +159,7 @@ class DeployedStep:
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
         self._shapes = batch_shapes()
+        self._in_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self._replicas: tuple[Replicas, int] | None = None  # with the step of the first comparison
         self._workload, self._seed, self._program = workload, seed, program
         self.communicator = Communicator(self.rank, ())
@@ -194,9 +196,10 @@ class DeployedStep:
         if self.is_free_running or self.plan.cluster.num_devices == 1:
             return
         when = f"in step {self.num_steps + 1}"
+        self._shapes.begin_step(signature(batch))
         if compared_at(self.num_steps) or compared_after(self.num_steps):
             compare(of_step(self.optimizer, batch), when)
-        self._shapes.begin_step(signature(batch), when)
+        self._shapes.check(when)
         # Lossy messages make replicas differ.
         if not self.modes:
             self._compare_replicas()
@@ -453,8 +456,9 @@ class DeployedStep:
                 plan cannot be run on its shapes, the step was closed, ranks do not train alike,
                 or something other than training has changed the model.
         """
-        self._begin_step(batch)
-        return self._train(batch)
+        with self._in_step():
+            self._begin_step(batch)
+            return self._train(batch)
 
     def _begin_step(self, batch: Any) -> None:
         """Check that the step can be run with all ranks, and switch to the batch's shapes."""
@@ -580,9 +584,12 @@ def deploy(
         StrategyError: the model, the number of ranks or the program differ from the plan's; an
             op of the model cannot be executed on a part of the batch; the norm is not above 0.
     """
-    return DeployedStep(
+    step = DeployedStep(
         workload, plan, max_grad_norm=max_grad_norm, loss_scale=loss_scale, seed=seed
     )
+    if not step.is_free_running and plan.cluster.num_devices > 1:
+        step._in_step = LateRanks(step._shapes, step.rank).in_step
+    return step
 
 
 def _abandon(executors: Mapping[Signature, StepExecutor]) -> None:

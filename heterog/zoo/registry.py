@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from heterog.errors import HeterogError, InputFileError, named
 from heterog.user_code import (
+    FAILURES,
+    as_script,
     callable_in,
-    folder_on_path,
     is_from_file,
     split_source,
     where_it_failed,
@@ -86,10 +87,10 @@ def load_workload(
 ) -> Workload:
     """The workload that ``source`` names: a zoo name or ``path/to/file.py:function``.
 
-    The function of a file takes ``batch_size`` or nothing and returns a ``Workload``. While the
-    file is imported and the function runs, the file's folder is on ``sys.path``, as when Python
-    runs it as a script. The workload's ``source`` becomes the absolute path, and its ``name`` the
-    function's unless the workload has one.
+    The function of a file takes ``batch_size`` or nothing and returns a ``Workload``. The file is
+    imported, and the function runs, as if it were a script without arguments (``as_script``). The
+    workload's ``source`` becomes the absolute path, and its ``name`` the function's unless the
+    workload has one.
 
     Args:
         source: Source of the workload.
@@ -107,7 +108,7 @@ def load_workload(
     if batch_size is not None:
         _check_batch_size(batch_size)
     path, function_name = split_source(source, "function")
-    with folder_on_path(path.parent):
+    with as_script(path):
         function = callable_in(path, function_name)
         if not must_take and not _takes_batch_size(function):
             batch_size = None
@@ -129,7 +130,7 @@ def _call(path: Path, function: object, name: str, batch_size: int | None) -> Wo
     options = _call_options(path, function, name, batch_size)
     try:
         workload = function(**options)
-    except Exception as error:
+    except FAILURES as error:
         raise InputFileError(where_it_failed(path, error)) from error
     if not isinstance(workload, Workload):
         raise InputFileError(

@@ -398,6 +398,37 @@ def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path, python: ForkedPy
     assert_trained_like_one_device(folder, "\n".join(losses))
 
 
+DRAWN = """
+import heterog, tiny, torch
+
+def workload() -> heterog.Workload:
+    def drawn():
+        tokens = torch.randint(0, 13, (tiny.BATCH, 5))
+        return tokens, tokens.clone()
+    return heterog.Workload(tiny.Tiny, drawn, tiny.criterion,
+                            torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_of_an_export_draw_one_batch(
+    graph: OpGraph, tmp_path: Path, python: ForkedPython
+) -> None:
+    """As exported, for an example batch that is drawn without a seed."""
+    model = tmp_path / "my_model.py"
+    model.write_text(DRAWN)
+    (tmp_path / "tiny.py").write_text(Path(tiny.__file__).read_text())
+    graph = replace(graph, source=f"{model}:workload")
+    shared = Decision(devices=(0, 1), shares=(5, 3))
+    cluster = cluster_of(tmp_path, ("a", "CPU", 1), ("b", "CPU", 1))
+    plan = plan_of(graph, cluster, [shared] * group_ops(graph).num_groups)
+    folder = tmp_path / "job"
+    export_plan(plan, "torchrun", folder, sources=[str(model)])
+    (folder / "tiny.py").write_text(Path(tiny.__file__).read_text())
+    said = launch(folder, ["a", "b"], python.command, "--steps", "1", without="")
+    assert said.startswith("step 1 loss ")
+
+
 STREAM = """
 import os, signal
 import tiny, torch

@@ -283,10 +283,16 @@ def _of_lengths(x: Tensor) -> Tensor:
     return (nested * nested).values().mean()
 
 
+def _of_places(x: Tensor) -> Tensor:
+    places = torch.arange(0, 9, 2)
+    return torch.nested.nested_tensor_from_jagged(x, places).values().mean()
+
+
 @pytest.mark.parametrize(
     ("read", "text"),
     [
         (_of_lengths, "pad the sequences to one length"),
+        (_of_places, "pad the sequences to one length"),
         (lambda x: x * float(x.detach().numpy().max()), "compute it where the data is loaded"),
     ],
 )
@@ -299,6 +305,13 @@ def test_what_reads_values_outside_of_torch_is_refused_with_advice(
 
     with pytest.raises(CaptureError, match=text):
         capture(workload(lambda: Reads(6, 4), torch.zeros(8, 6), torch.zeros(8, 4)))
+
+
+def test_a_search_for_anomalies_reads_gradients_of_training_only() -> None:
+    plain = workload(lambda: nn.Linear(6, 4), torch.zeros(8, 6), torch.zeros(8, 4))
+    with torch.autograd.set_detect_anomaly(True):
+        graph = capture(plain)
+    assert graph.fingerprint == capture(plain).fingerprint
 
 
 def test_positions_of_sizes_alone_need_no_mask() -> None:

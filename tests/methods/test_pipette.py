@@ -13,9 +13,9 @@ from heterog.lowering.program import IntArray
 from heterog.methods.pipette.communication import (
     COOLED,
     Communication,
+    CommunicationVolume,
     HostRates,
     Pricing,
-    Traffic,
     UniformCosts,
     anneal,
     latency_s,
@@ -52,13 +52,13 @@ def test_the_objective_is_the_published_one() -> None:
     cases = published("golden_objective_sample.json")["cases"]
     assert len(cases) == 20
     for case in cases:
-        traffic = Traffic(
+        volume = CommunicationVolume(
             num_stages=case["pp"],
             replicas_per_host=case["inner_dp"],
             message_bytes=0.0671 * GB,
             gradient_bytes=2.0 * GB,
         )
-        found = rates.communication(np.array(case["perm"], np.int32), traffic)
+        found = rates.communication(np.array(case["perm"], np.int32), volume)
         assert 1e3 * found.total_s == pytest.approx(case["cost_ms"], rel=1e-6)
 
 
@@ -158,9 +158,11 @@ def test_gradients_of_an_order_are_those_of_rings() -> None:
     """Where all rates are equal: 2 (n - 1)/n of the bytes over each kind of link; here n is 2."""
     rates = HostRates(np.full((8, 8), 7.0))
     assert not rates.differ
-    traffic = Traffic(num_stages=4, replicas_per_host=2, message_bytes=3.0, gradient_bytes=5.0)
+    volume = CommunicationVolume(
+        num_stages=4, replicas_per_host=2, message_bytes=3.0, gradient_bytes=5.0
+    )
     order = np.random.default_rng(0).permutation(hostnames(8))
-    found = rates.communication(order, traffic)
+    found = rates.communication(order, volume)
     assert found.pipeline_s == pytest.approx(2 * 3 * 3.0 / 7.0)
     assert found.between_s == pytest.approx(2 * 1 / 2 * 5.0 / 7.0)
     assert found.inside_s == pytest.approx(2 * 1 / 2 * 5.0 / 7.0)
@@ -175,12 +177,12 @@ def random_rates(hosts: int, seed: int) -> HostRates:
 @pytest.mark.parametrize(("hosts", "stages"), [(6, 2), (6, 3), (6, 6), (7, 1), (7, 7), (8, 4)])
 def test_annealing_finds_what_brute_force_finds(hosts: int, stages: int, pricing: Pricing) -> None:
     rates = random_rates(hosts, hosts + stages)
-    traffic = Traffic(
+    volume = CommunicationVolume(
         num_stages=stages, replicas_per_host=2, message_bytes=1.0, gradient_bytes=2.0, team_size=2
     )
 
     def cost_of(order: IntArray) -> float:
-        return rates.communication(order, traffic, pricing).total_s
+        return rates.communication(order, volume, pricing).total_s
 
     least = min(cost_of(np.array(order, np.int32)) for order in permutations(range(hosts)))
     start = hostnames(hosts)
@@ -192,11 +194,13 @@ def test_annealing_finds_what_brute_force_finds(hosts: int, stages: int, pricing
 @pytest.mark.parametrize("seed", range(5))
 def test_an_order_is_never_worse_than_the_one_given_however_short_the_search(seed: int) -> None:
     rates = random_rates(12, seed)
-    traffic = Traffic(num_stages=3, replicas_per_host=1, message_bytes=1.0, gradient_bytes=1.0)
+    volume = CommunicationVolume(
+        num_stages=3, replicas_per_host=1, message_bytes=1.0, gradient_bytes=1.0
+    )
     start = hostnames(12)
 
     def cost_of(order: IntArray) -> float:
-        return rates.communication(order, traffic).total_s
+        return rates.communication(order, volume).total_s
 
     costs_by_steps = [
         cost_of(np.array(anneal(cost_of, start, np.random.default_rng(seed), num_steps=steps)))
@@ -233,12 +237,12 @@ def test_differences_lose_their_size(value: float, expected: float) -> None:
 def test_the_published_matrix_has_a_better_order_than_hostnames(stages: int) -> None:
     """By 0.4 to 10 %; with two stages, whose ring skips every other host, one run finds none."""
     rates = real_rates()
-    traffic = Traffic(
+    volume = CommunicationVolume(
         num_stages=stages, replicas_per_host=1, message_bytes=0.0671 * GB, gradient_bytes=2 * GB
     )
 
     def cost_of(order: IntArray) -> float:
-        return rates.communication(order, traffic).total_s
+        return rates.communication(order, volume).total_s
 
     found = anneal(cost_of, hostnames(16), np.random.default_rng(0), num_steps=COOLED)
     assert cost_of(np.array(found)) < cost_of(hostnames(16))

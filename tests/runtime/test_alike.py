@@ -96,21 +96,26 @@ def test_ranks_that_are_unlike_say_so(ranks: Ranks, tmp_path: Path, way: str) ->
 SHAPES = {name: ((name, (count, 6), "torch.float32"),) for name, count in (("a", 8), ("b", 5))}
 
 
+def begin(rank: BatchShapes, shapes: str, when: str) -> None:
+    rank.begin_step(SHAPES[shapes])
+    rank.check(when)
+
+
 def test_a_batch_of_other_shapes_on_one_rank_is_found_in_any_step() -> None:
     """One rank after the other here, as no rank waits for others while its shapes stay."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.05))
     one, other = (BatchShapes(store, "job", rank, 2) for rank in range(2))
     for step in range(7):
-        one.begin_step(SHAPES["a"], f"in step {step}")
-        other.begin_step(SHAPES["a"], f"in step {step}")
-    one.begin_step(SHAPES["a"], "in step 7")
+        begin(one, "a", f"in step {step}")
+        begin(other, "a", f"in step {step}")
+    begin(one, "a", "in step 7")
     text = (
         r"alike in step 7: shapes \(a \(8, 6\) torch.float32 on rank 0, "
         r"b \(5, 6\) torch.float32 on rank 1\)"
     )
     with pytest.raises(StrategyError, match=text):
-        other.begin_step(SHAPES["b"], "in step 7")
+        begin(other, "b", "in step 7")
     with pytest.raises(StrategyError, match=r"other shapes in step 8 .* ranks \[1\] have"):
-        one.begin_step(SHAPES["b"], "in step 8")
-    other.begin_step(SHAPES["b"], "in step 8")  # as on the other rank now
+        begin(one, "b", "in step 8")
+    begin(other, "b", "in step 8")  # as on the other rank now

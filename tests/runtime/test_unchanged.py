@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from heterog.errors import HeterogWarning, StrategyError
 from heterog.graph.grouping import group_ops
@@ -50,6 +51,10 @@ def add_step_hook(step: DeployedStep) -> None:
     step.optimizer.register_step_pre_hook(lambda *_: None)
 
 
+def add_hook_of_all(step: DeployedStep) -> None:
+    register_optimizer_step_post_hook(lambda *_: None)
+
+
 def step_again(step: DeployedStep) -> None:
     step.optimizer.step()
 
@@ -71,7 +76,8 @@ CHANGES: dict[Callable[[DeployedStep], None], str] = {
     add_group: "the optimizer has 2 parameter groups now, 1 when the plan was deployed",
     add_hook: r"a forward hook of module '\(root\)' was registered after the step was captured",
     add_forward: r"'forward' of the model has changed since .*\(register_buffer\)",
-    add_step_hook: "hook of its steps, .* not all of them. Clip to a norm of all with max_grad",
+    add_step_hook: "a hook of its steps, .* not for all of them. Clip to a norm of all with max_",
+    add_hook_of_all: "a hook of its steps, .* several times a step, .* count steps by num_steps",
     step_again: r"no parameter has a gradient, .* Leave optimizer.step\(\) out; to clip,",
     call: "this rank holds a part of the model, .* Load step.state_dict",
     evaluate_and_train: "",
@@ -89,6 +95,8 @@ def trained(rank: int, path: str, number: int) -> dict[str, torch.Tensor] | str 
             step(batch_of("mlp", 1))
     except (StrategyError, HeterogWarning) as error:
         return str(error)
+    finally:
+        _global_optimizer_post_hooks.clear()
     state = step.state_dict()
     step.close()
     return state

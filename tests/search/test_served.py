@@ -18,16 +18,15 @@ from heterog.methods.planner import Budget, Problem
 from heterog.modes.asynchronous.method import ServedTeams, team_paces
 from heterog.modes.asynchronous.value import (
     AsynchronousServer,
+    Exchange,
     PushOrder,
-    Traffic,
     exchanged,
     server_of_rows,
 )
 from heterog.modes.averaging.method import AveragedReplicas
 from heterog.modes.averaging.value import Averaging
 from heterog.modes.built_in import method_of
-from heterog.modes.codecs.value import Codec, CodecKind, CodecRule, with_rules
-from heterog.modes.codecs.value import Traffic as CodedTraffic
+from heterog.modes.codecs.value import Codec, CodecKind, CodecRule, Traffic, with_rules
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
@@ -104,10 +103,10 @@ def test_of_replicas_in_a_team_one_pushes_and_all_pull() -> None:
     served = strategy(pair, replace(SERVER, ticks=(1, 1)))
     served.check(graph, cluster())
     every = tuple(range(len(graph.updates)))
-    assert exchanged(graph, served, 1, is_push=True) == (Traffic(1, 0, every),)
+    assert exchanged(graph, served, 1, is_push=True) == (Exchange(1, 0, every),)
     assert exchanged(graph, served, 1, is_push=False) == (
-        Traffic(1, 0, every),
-        Traffic(2, 0, every),
+        Exchange(1, 0, every),
+        Exchange(2, 0, every),
     )
 
 
@@ -166,9 +165,7 @@ def test_a_server_goes_with_nothing_else_that_is_not_exact() -> None:
     graph = graph_of("mlp")
     with pytest.raises(StrategyError, match="parameters averaged every 2 steps"):
         strategy().with_mode(Averaging(every=2)).check(graph, cluster())
-    rule = CodecRule(
-        traffic=CodedTraffic.GRADIENTS, devices=(0, 1), codec=Codec(kind=CodecKind.FP16)
-    )
+    rule = CodecRule(traffic=Traffic.GRADIENTS, devices=(0, 1), codec=Codec(kind=CodecKind.FP16))
     with pytest.raises(StrategyError, match="and fp16 on gradients between devices"):
         with_rules(strategy(), (rule,)).check(graph, cluster())
 

@@ -165,7 +165,47 @@ def test_user_file_may_import_its_neighbour_and_define_dataclasses(tmp_path: Pat
     path = write(tmp_path, GOOD_FILE.format(extra=extra))
     before = list(sys.path)
     assert batch_size_of(f"{path}:workload") == 8
-    assert sys.path == before
+    assert sys.path == [*before, str(tmp_path)]
+
+
+def test_a_user_file_is_run_as_a_script_without_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["heterog", "plan", "mine.py:workload", "--budget", "1s"])
+    extra = (
+        "import argparse\nargparse.ArgumentParser().parse_args()\nimport sys\nSEEN = sys.argv\n"
+    )
+    path = write(tmp_path, GOOD_FILE.format(extra=extra))
+    assert batch_size_of(f"{path}:workload") == 8
+    (module,) = [each for each in list(sys.modules.values()) if "SEEN" in vars(each)]
+    assert module.SEEN == [str(path)]
+    assert sys.argv[1:3] == ["plan", "mine.py:workload"]
+
+
+def test_what_a_model_imports_when_it_is_made_is_found_beside_its_file(tmp_path: Path) -> None:
+    write(tmp_path, "WIDTH = 5\n", "made_later.py")
+    extra = (
+        "from dataclasses import replace\n"
+        "def late():\n"
+        "    def model():\n"
+        "        from made_later import WIDTH\n"
+        "        return nn.Linear(WIDTH, 1)\n"
+        "    return replace(workload(), model=model)\n"
+    )
+    path = write(tmp_path, GOOD_FILE.format(extra=extra))
+    made = registry.load_workload(f"{path}:late").make_model()
+    assert next(made.parameters()).shape == (1, 5)
+
+
+def test_files_of_two_folders_import_their_own_neighbours(tmp_path: Path) -> None:
+    """Modules of one name, which Python would keep from the first of them."""
+    extra = "from namesake.inner import SIZE\ndef of_neighbour():\n    return workload(SIZE)\n"
+    for size in (5, 6):
+        folder = tmp_path / str(size)
+        (folder / "namesake").mkdir(parents=True)
+        write(folder / "namesake", f"SIZE = {size}\n", "inner.py")
+        path = write(folder, GOOD_FILE.format(extra=extra))
+        assert batch_size_of(f"{path}:of_neighbour") == size
 
 
 def test_an_edited_user_file_is_read_again(tmp_path: Path) -> None:
@@ -202,6 +242,7 @@ def test_user_function_errors(
         ("x = 1\ndef f(:\n", r"mine\.py:2: SyntaxError: "),
         ("import no_such_package\n", r"mine\.py:1: ModuleNotFoundError: No module named"),
         ("raise KeyError\n", r"mine\.py:1: KeyError$"),
+        ("import sys\n\nsys.exit(0)\n", r"mine\.py:3: SystemExit: 0 ends the program; heterog "),
         ("x = 1\n", r"mine\.py: there is no function 'f'; it has no function\."),
     ],
 )

@@ -9,7 +9,7 @@ autograd's sequence number.
 - ``tracing`` traces the step twice, notes modules, phases and lines of code, and writes the errors
   of steps that cannot be captured. ``reading`` reads a graph from the trace: all attention kernels
   become one kind of op, and the optimizer's state is measured. ``one_process`` hides groups of
-  processes.
+  processes, ``kernels`` tries ops whose dtypes fake tensors do not check.
 
 Only this package, ``static_shapes``, ``sample_ops``, ``value_checks`` and ``traced_constants``
 touch private names of torch.
@@ -36,10 +36,10 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from heterog.errors import CaptureError, HeterogWarning
 from heterog.garbage import without_collector
+from heterog.graph.capture.kernels import check_dtypes
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import UnknownBuffers, clear_errors, trace
 from heterog.graph.grouped_rows import (
@@ -98,8 +98,9 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
     with caches_without_fakes(), statistics_of_unread_norms(), without_collector(), quiet:
         in_memory, known = False, frozenset[str]()
         while True:
-            # What draws next, a rank's own model say, draws as if nothing had been captured.
-            with same_draws():
+            # What draws next, a rank's own model say, draws as if nothing had been captured. A
+            # search for anomalies would ask each gradient for its values.
+            with same_draws(), torch.autograd.set_detect_anomaly(False):
                 try:
                     return _capture_step(workload, planned, known, in_memory=in_memory)
                 except _UnknownConstant:
@@ -265,7 +266,7 @@ def _capture_step(
         merge_equal_constants(traced.graph)
         step = Reader(workload, traced, *inputs).read()
     _check_memory(workload, model, step)
-    _check_products(workload, step.graph)
+    check_dtypes(workload, step)
     _check_observers(workload, step.graph, in_memory=in_memory)
     graph = replace(step.graph, patterns=_patterns(model, step.graph))
     return replace(step, graph=graph, known=known)
@@ -321,20 +322,6 @@ def _leave_batch(workload: Workload, traced: fx.GraphModule, num_state: int) -> 
             stacklevel=4,
         )
         traced.graph.eliminate_dead_code()
-
-
-def _check_products(workload: Workload, graph: OpGraph) -> None:
-    """Refuse products of unlike dtypes: fake tensors have them, but no kernel does."""
-    products = {each.__name__ for each in flop_registry if not each.__name__.startswith("_")}
-    for op in graph.ops:
-        dtypes = dict.fromkeys(graph.tensors[each].dtype for each in op.inputs)
-        if len(dtypes) > 1 and op.kind.partition(".")[0] in products:
-            place = f"module '{op.module}'" if op.module else "the root module"
-            raise CaptureError(
-                f"workload '{workload.name}': {op.kind} in {place} gets {' and '.join(dtypes)}, "
-                "and torch multiplies only tensors of one dtype. Make the batch of the weights' "
-                "dtype (.float(), say), or convert it in forward."
-            )
 
 
 def _check_memory(workload: Workload, model: nn.Module, step: CapturedStep) -> None:

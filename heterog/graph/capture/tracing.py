@@ -234,11 +234,13 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
                 f"workload '{workload.name}': {module} depends on tensor values at {where}. "
                 f"A plan needs static shapes: {_way_out(error, frame)}"
             ) from error
-        message = str(error).strip().splitlines()
+        said = (str(error).strip().splitlines() or ["no message"])[0]
         ways = (way for part, way in _WAYS_OUT_OF_FAILURE.items() if part in str(error))
+        if way := next(ways, ""):
+            said = f"{said.rstrip('.')}. {way}"
         raise CaptureError(
             f"workload '{workload.name}': the training step fails in {module} at {where}: "
-            f"{type(error).__name__}: {message[0] if message else 'no message'}{next(ways, '')}"
+            f"{type(error).__name__}: {said}"
         ) from error
 
 
@@ -401,14 +403,16 @@ name of the op, the files of the error's traceback, the user's line if it conver
 bool, its file, or its text. The first match counts; the last one matches everything."""
 
 
+_OF_NESTED = (
+    "A nested tensor has as many elements as its lengths say, and a plan needs static shapes: pad "
+    "the sequences to one length, and mask what lies behind."
+)
 _WAYS_OUT_OF_FAILURE = {
-    "shape_env must not be None": (
-        ". A nested tensor has as many elements as its lengths say, and a plan needs static "
-        "shapes: pad the sequences to one length, and mask what lies behind."
-    ),
+    "shape_env must not be None": _OF_NESTED,
+    "nested_tensor": _OF_NESTED,
     ".numpy() is not supported": (
-        " numpy reads values, which a plan does not have: write it with torch, or compute it "
-        "where the data is loaded and pass the result as a tensor of the batch."
+        "numpy reads values, which a plan does not have: write it with torch, or compute it where "
+        "the data is loaded and pass the result as a tensor of the batch."
     ),
 }
 """Advice by what an error of torch says; its first line comes before."""

@@ -59,7 +59,7 @@ class Pricing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class CommunicationVolume:
     """Bytes that a uniform pipeline sends.
 
     Attributes:
@@ -141,54 +141,54 @@ class HostRates:
         return HostRates(1.0 / self.s_per_byte[np.ix_(hosts, hosts)])
 
     def communication(
-        self, order: IntArray, traffic: Traffic, pricing: Pricing = Pricing.PUBLISHED
+        self, order: IntArray, volume: CommunicationVolume, pricing: Pricing = Pricing.PUBLISHED
     ) -> Communication:
         """Seconds of communication on an order of hosts.
 
         Args:
             order: Hosts, row by row; the pipelines are the rows.  # [num_hosts]
-            traffic: Traffic of the layout.
+            volume: What the layout sends.
             pricing: Communication that is priced.
         """
-        rows = order.reshape(-1, traffic.num_stages)  # [num_rows, num_stages]
+        rows = order.reshape(-1, volume.num_stages)  # [num_rows, num_stages]
         return (_executed if pricing == Pricing.EXECUTED else _published)(
-            self.s_per_byte, rows, traffic
+            self.s_per_byte, rows, volume
         )
 
 
-def _published(inverse: FloatArray, rows: IntArray, traffic: Traffic) -> Communication:
+def _published(inverse: FloatArray, rows: IntArray, volume: CommunicationVolume) -> Communication:
     first = rows[:, 0]
     hops = inverse[rows[:, :-1], rows[:, 1:]]
     slowest = inverse[first, np.roll(first, -1)].max() if len(rows) > 1 else 0.0
     return Communication(
-        pipeline_s=2.0 * traffic.message_bytes * float(hops.sum(axis=1).max(initial=0.0)),
-        between_s=ring_payloads(len(rows)) * traffic.gradient_bytes * float(slowest),
-        inside_s=ring_payloads(traffic.replicas_per_host)
-        * traffic.gradient_bytes
+        pipeline_s=2.0 * volume.message_bytes * float(hops.sum(axis=1).max(initial=0.0)),
+        between_s=ring_payloads(len(rows)) * volume.gradient_bytes * float(slowest),
+        inside_s=ring_payloads(volume.replicas_per_host)
+        * volume.gradient_bytes
         * float(inverse[first, first].max()),
     )
 
 
-def _executed(inverse: FloatArray, rows: IntArray, traffic: Traffic) -> Communication:
+def _executed(inverse: FloatArray, rows: IntArray, volume: CommunicationVolume) -> Communication:
     hops = inverse[rows[:, :-1], rows[:, 1:]] + inverse[rows[:, 1:], rows[:, :-1]]
     rings = np.sort(rows, axis=0)
     slowest = inverse[rings, np.roll(rings, -1, axis=0)].max() if len(rows) > 1 else 0.0
-    message_bytes = traffic.message_bytes * traffic.replicas_per_host
+    message_bytes = volume.message_bytes * volume.replicas_per_host
     return Communication(
         pipeline_s=message_bytes * float(hops.sum(axis=1).max(initial=0.0)),
         between_s=ring_payloads(len(rows))
-        * traffic.gradient_bytes
-        * traffic.team_size
+        * volume.gradient_bytes
+        * volume.team_size
         * float(slowest),
-        inside_s=ring_payloads(traffic.replicas_per_host)
-        * traffic.gradient_bytes
+        inside_s=ring_payloads(volume.replicas_per_host)
+        * volume.gradient_bytes
         * float(inverse[rows, rows].max()),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UniformCosts(Traffic):
-    """A layout in the terms of the model: its traffic and its seconds.
+class UniformCosts(CommunicationVolume):
+    """A layout in the terms of the model: its volume and its seconds.
 
     Attributes:
         num_micro: m, number of micro-batches of a replica.

@@ -302,10 +302,10 @@ class _Search(PointSearch[_Trial]):
             return given
         key = replace(point, num_micro=0), pricing
         if key not in self._orders:
-            traffic = self.costs.costs(point)
+            volume = self.costs.costs(point)
 
             def cost_of(order: IntArray) -> float:
-                return rates.communication(order, traffic, pricing).total_s
+                return rates.communication(order, volume, pricing).total_s
 
             found = anneal(
                 cost_of,

@@ -51,8 +51,8 @@ from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.modes.asynchronous.value import (
     MOST_TICKS,
     AsynchronousServer,
+    Exchange,
     PushOrder,
-    Traffic,
     exchanged,
 )
 from heterog.modes.islands import islands
@@ -281,22 +281,22 @@ _READ_AND_WRITTEN = 2.0
 
 
 def exchange_tape(
-    traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTable, *, is_push: bool
+    exchanges: Sequence[Exchange], sizes: FloatArray, channels: ChannelTable, *, is_push: bool
 ) -> Tape:
     """The tasks of a push or pull: copies into messages, transfers, and the receivers' work.
 
     After a push the server's optimizer steps; pulled weights are copied into the parameters.
 
     Args:
-        traffic: Transfers of the team.
+        exchanges: Transfers of the team.
         sizes: Bytes of each row of ``graph.updates``.
         channels: Table of the cluster's channels.
         is_push: Whether gradients are pushed, or weights pulled.
     """
     num_devices = channels.cluster.num_devices
-    writer = TapeWriter(sum(3 + len(each.rows) for each in traffic), len(sizes), num_devices)
+    writer = TapeWriter(sum(3 + len(each.rows) for each in exchanges), len(sizes), num_devices)
     kind = TaskKind.PUSH if is_push else TaskKind.PULL
-    for number, each in enumerate(traffic):
+    for number, each in enumerate(exchanges):
         sender, receiver = each.ends(is_push=is_push)
         size = float(sizes[list(each.rows)].sum())
         there = writer.write(TaskKind.FLATTEN, number, sender, _READ_AND_WRITTEN * size)
@@ -356,13 +356,13 @@ def _pace(
     server = strategy.own_mode(AsynchronousServer)
     whole, busy = [], []
     for is_push in (True, False):
-        traffic = exchanged(evaluator.graph, strategy, team, is_push=is_push)
-        whole.append(_exchange_s(evaluator, traffic, choice, is_push=is_push))
+        exchanges = exchanged(evaluator.graph, strategy, team, is_push=is_push)
+        whole.append(_exchange_s(evaluator, exchanges, choice, is_push=is_push))
         busy.append(
             tuple(
                 sum(
                     _busy_s(evaluator, each, is_push=is_push)
-                    for each in traffic
+                    for each in exchanges
                     if each.server == device
                 )
                 for device in server.devices
@@ -371,19 +371,19 @@ def _pace(
     return TeamPace(whole[1], compute_s, whole[0], busy[1], busy[0])
 
 
-def _busy_s(evaluator: Evaluator, traffic: Traffic, *, is_push: bool) -> float:
+def _busy_s(evaluator: Evaluator, exchange: Exchange, *, is_push: bool) -> float:
     """Seconds that an exchange occupies the server's link and device.
 
     A push occupies the device for the optimizer's step, a pull for the copy of the weights.
     """
-    num_bytes, cluster = _bytes_of(evaluator.graph, traffic.rows), evaluator.cluster
+    num_bytes, cluster = _bytes_of(evaluator.graph, exchange.rows), evaluator.cluster
     if is_push:
-        own_s = evaluator.prices.update_s(traffic.server, traffic.rows)
+        own_s = evaluator.prices.update_s(exchange.server, exchange.rows)
     else:
-        own_s = evaluator.prices.copy_s(traffic.server, num_bytes * 2)
-    if traffic.device == traffic.server:
+        own_s = evaluator.prices.copy_s(exchange.server, num_bytes * 2)
+    if exchange.device == exchange.server:
         return own_s
-    ends = traffic.ends(is_push=is_push)
+    ends = exchange.ends(is_push=is_push)
     route = cluster.route(*ends)
     channel = ends[0] * cluster.num_devices + ends[1]
     link_s = evaluator.prices.held_by(channel)[route[-1 if is_push else 0]] if route else 0.0
@@ -391,13 +391,13 @@ def _busy_s(evaluator: Evaluator, traffic: Traffic, *, is_push: bool) -> float:
 
 
 def _exchange_s(
-    evaluator: Evaluator, traffic: tuple[Traffic, ...], choice: Choice, *, is_push: bool
+    evaluator: Evaluator, exchanges: tuple[Exchange, ...], choice: Choice, *, is_push: bool
 ) -> float:
     """Seconds of a push or pull while no other team uses the server; simulated once."""
-    graph, key = evaluator.graph, (AsynchronousServer.key, is_push, traffic)
+    graph, key = evaluator.graph, (AsynchronousServer.key, is_push, exchanges)
     if key not in evaluator.memo:
         sizes = np.array([graph.tensor_bytes[row] for _, row, _ in graph.updates])
-        tape = exchange_tape(traffic, sizes, evaluator.channels, is_push=is_push)
+        tape = exchange_tape(exchanges, sizes, evaluator.channels, is_push=is_push)
         evaluator.memo[key] = evaluator.tape_s(tape, choice)
     return evaluator.memo[key]
 

@@ -321,7 +321,7 @@ def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) 
     return tuple(found)
 
 
-class Traffic(NamedTuple):
+class Exchange(NamedTuple):
     """Parameters that a team's device exchanges with a server's device in a step.
 
     Attributes:
@@ -341,7 +341,7 @@ class Traffic(NamedTuple):
 
 def exchanged(
     graph: OpGraph, strategy: "Strategy", team: int, *, is_push: bool
-) -> tuple[Traffic, ...]:
+) -> tuple[Exchange, ...]:
     """Gradients that a team pushes, or parameters that it pulls, by device and server.
 
     The first of replicas sends; every replica receives.
@@ -352,7 +352,7 @@ def exchanged(
         holders = sorted(strategy.decisions[int(group[graph.updates[row][0]])].teams[team])
         for device in holders[:1] if is_push else holders:
             rows.setdefault((device, server), []).append(row)
-    return tuple(Traffic(*key, tuple(found)) for key, found in sorted(rows.items()))
+    return tuple(Exchange(*key, tuple(found)) for key, found in sorted(rows.items()))
 
 
 def kept_bytes(

@@ -11,5 +11,5 @@
   the samples and rows of each device. ``slices`` has a rank's slices of parameters;
   ``whole_model`` has its part of the model.
 - ``deploy_checks`` checks a plan before its step is made, and that the model is still as captured;
-  ``alike`` compares ranks and their weights.
+  ``alike`` compares ranks and their weights, ``late_ranks`` says who keeps the others waiting.
 """

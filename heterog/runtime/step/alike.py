@@ -396,24 +396,31 @@ class BatchShapes:
         self._num_begun = 0  # counted here, because a step's own number can be repeated
         self._begun: dict[int, str] = {}
 
-    def begin_step(self, shapes: Signature, when: str) -> None:
-        """Note the shapes of a step's batch, and compare them if they have changed.
+    def begin_step(self, shapes: Signature) -> None:
+        """Note the shapes of this rank's batch in a step that begins."""
+        self._num_begun += 1
+        text = ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes)
+        self._begun[self._num_begun] = text
+        self._begun.pop(self._num_begun - _STEPS_KEPT, None)
+        self._store.set(self._keys[self._rank], json.dumps(self._begun))
+
+    def check(self, when: str) -> None:
+        """Compare the shapes of the step that has begun, if they have changed.
 
         Args:
-            shapes: Shapes of this rank's batch.
             when: The step in words, for the message.
 
         Raises:
             StrategyError: another rank has other shapes, or has not begun the step in time.
         """
-        number = self._num_begun = self._num_begun + 1
-        text = ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes)
-        before = self._begun.get(number - 1, text)
-        self._begun[number] = text
-        self._begun.pop(number - _STEPS_KEPT, None)
-        self._store.set(self._keys[self._rank], json.dumps(self._begun))
-        if before != text:
-            self._compare(number, text, when)
+        now = self._begun[self._num_begun]
+        if self._begun.get(self._num_begun - 1, now) != now:
+            self._compare(self._num_begun, now, when)
+
+    def steps_begun(self) -> list[int]:
+        """Steps that each rank has begun; asks the store, and waits for no rank."""
+        found = (self._store.get(key) if self._store.check([key]) else "{}" for key in self._keys)
+        return [max(map(int, json.loads(each)), default=0) for each in found]
 
     def wait_for_compilers(self) -> None:
         """Wait until every rank has compiled; every rank calls it, once.

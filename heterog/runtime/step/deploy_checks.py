@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from heterog.errors import HeterogWarning, StrategyError
 from heterog.graph.capture import CapturedStep
@@ -141,6 +142,11 @@ def _num_step_hooks(optimizer: Optimizer) -> int:
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
+def _num_hooks_of_all() -> int:
+    """Hooks of the steps of all optimizers."""
+    return len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+
+
 _QUICK = 1 << 16
 """Elements of a buffer on the host that are compared before every step."""
 
@@ -164,7 +170,7 @@ class Unchanged:
         self._versions: dict[str, tuple[Tensor, int]] = {}  # of known buffers that were equal
         self._num_checks = 0
         self._num_groups = len(optimizer.param_groups)
-        self._num_step_hooks = _num_step_hooks(optimizer)
+        self._num_step_hooks = _num_step_hooks(optimizer)  # those of its class, and our own
         self._modules = [(name, each, each.training) for name, each in model.named_modules()]
         self._parameters = [
             (module, name, key, value, value.requires_grad)
@@ -209,13 +215,15 @@ class Unchanged:
                 f"{self._num_groups} when the plan was deployed. Give all of them to the workload "
                 "(parameter_groups), and plan again."
             )
-        if _num_step_hooks(self._optimizer) > self._num_step_hooks:
-            self._num_step_hooks = _num_step_hooks(self._optimizer)
+        num_step_hooks = _num_step_hooks(self._optimizer) + _num_hooks_of_all()
+        if num_step_hooks > self._num_step_hooks:
+            self._num_step_hooks = num_step_hooks
             warnings.warn(
-                "the optimizer has a new hook of its steps, which gets the parameters that this "
-                "rank updates in one call, not all of them. Clip to a norm of all with "
-                "max_grad_norm; what else looks at several parameters belongs in the step of an "
-                "optimizer class of your own, as which it is planned.",
+                "the optimizer has a hook of its steps, which is called for each part of the "
+                "parameters that this rank updates, several times a step, not for all of them. "
+                "Clip to a norm of all with max_grad_norm; count steps by num_steps; what else "
+                "looks at several parameters belongs in the step of an optimizer class of your "
+                "own, as which it is planned.",
                 HeterogWarning,
                 stacklevel=4,
             )
