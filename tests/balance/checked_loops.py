@@ -71,6 +71,8 @@ class Attention(nn.Module):
 class Codebook(nn.Module):
     """A buffer that moves towards the samples, which no gradient reads."""
 
+    center: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(FEATURES, CLASSES)
@@ -79,7 +81,8 @@ class Codebook(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.center.lerp_(x.mean(0), 0.1)
-        return self.out(x)
+        out: Tensor = self.out(x)
+        return out
 
 
 def net(*layers: nn.Module) -> nn.Module:
@@ -207,7 +210,7 @@ def main() -> None:
     kind = sys.argv[1]
     dist.init_process_group("gloo")
     model = DistributedDataParallel(model_of(kind))
-    options = {"fits": 3, "micro_batches": True} if kind == "micro-batches" else {}
+    options: dict[str, Any] = {"fits": 3, "micro_batches": True} if kind == "micro-batches" else {}
     balancer = heterog.Balancer(model, global_batch_size=BATCH, **options)
     parameters = list(model.parameters())
     scale = nn.Parameter(torch.ones(CLASSES))
@@ -215,12 +218,14 @@ def main() -> None:
         parameters.append(scale)
     if kind == "hook":
         for parameter in parameters:
-            parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+            hook: Any = parameter.register_hook
+            hook(lambda gradient: gradient.clamp(-0.02, 0.02))
     optimizer, loss_of = optimizer_of(kind, parameters), LOSSES.get(kind, plain)
 
     def backward(x: Tensor, y: Tensor) -> None:
         loss = entropy(model(x) * scale, y) if kind == "beside" else loss_of(model, x, y)
-        balancer.weigh(loss).backward()
+        weighed: Any = balancer.weigh(loss)
+        weighed.backward()
 
     def closure(x: Tensor, y: Tensor) -> float:
         optimizer.zero_grad()
