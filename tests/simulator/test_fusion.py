@@ -157,6 +157,9 @@ def test_a_gradient_of_a_weight_comes_first_if_it_is_smaller_than_what_it_is_mad
     passed, weights = products[:4:2], products[1:4:2]  # of the last two layers
     assert runs[passed].tolist() == (weights if is_first else passed)
     assert runs[weights].tolist() == (passed if is_first else weights)
+    # With micro-batches a part ends with each.
+    apart = memory_of_results(graph, accumulates=True).runs
+    assert apart[products].tolist() == products
     # That of the first layer has nothing to pass on.
     assert runs[products[4:]].tolist() == products[4:]
 

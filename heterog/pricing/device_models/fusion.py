@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -240,12 +239,14 @@ def _weights_first(graph: OpGraph, part: IntArray) -> Iterator[tuple[int, int]]:
     """Two products after another, of which inductor runs the second, a weight's gradient, first.
 
     A step makes first what it passes on. The other order takes less memory if the weight's
-    gradient is smaller than what only it still reads.
+    gradient is smaller than what only it still reads. At the end of a part it stays second: by
+    inductor's count, in which all that other parts have made stays, no order takes less there.
     """
     weights = {int(graph.producer[graph.storage[gradient]]) for _, _, gradient in graph.updates}
     products = {*products_of(graph).op.tolist()}
-    for before, op in pairwise(np.flatnonzero(part >= 0).tolist()):
-        if part[before] != part[op] or not {before, op} <= products:
+    kernels = np.flatnonzero(part >= 0).tolist()
+    for before, op, after in zip(kernels, kernels[1:], kernels[2:], strict=False):
+        if not part[before] == part[op] == part[after] or not {before, op} <= products:
             continue
         first, second = (
             {int(graph.storage[tensor]) for tensor in graph.ops[each].inputs}
