@@ -182,7 +182,8 @@ class OpGraph:
         grouped_like: A graph of the same ops on another batch; this graph takes its groups.
         patterns: Patterns of the constant sparse matrices, which ops name by their keys.
         master_dtype: Dtype of the optimizer's own copies of parameters; empty if it has none.
-        seen_scope: What the optimizer was seen to look at, if it was stepped; see ``scope``.
+        seen_scope: What the optimizer was seen to look at; ``None`` if it is known by its name, as
+            torch's own elementwise ones are.
 
     Raises:
         GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, a
@@ -384,7 +385,7 @@ class OpGraph:
     @property
     def is_stepped_in_pieces(self) -> bool:
         """Whether ranks step large parameters in pieces; see ``runtime.step.pieces``."""
-        return self.updates_elementwise and self.optimizer in ELEMENTWISE_OPTIMIZERS
+        return self.updates_elementwise and self.seen_scope is None
 
     def stepped_dtype(self, parameter: int) -> str:
         """Dtype in which the optimizer steps a parameter: that of the master copy, if any."""

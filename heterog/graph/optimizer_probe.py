@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from heterog.errors import CaptureError, HeterogWarning
-from heterog.graph.op_graph import UpdateScope, scope_by_name
+from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, UpdateScope
 from heterog.graph.python_state import same_draws
 from heterog.graph.step import CountedOptions, StepOptions
 from heterog.graph.workload import Workload
@@ -201,12 +201,12 @@ def update_scope(
     optimizer: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     groups: Iterable[ProbedGroup],
-) -> UpdateScope:
-    """The update scope of an optimizer.
+) -> UpdateScope | None:
+    """The update scope that an optimizer is seen to have; ``None`` if its name says it.
 
-    The scope of torch's elementwise optimizers is known. Other optimizers are stepped, once for
-    each class and options, without a change of the program's random numbers. If an optimizer
-    cannot be stepped, its scope is taken as ``MODEL``, with a warning.
+    The names of torch's elementwise optimizers do. Others, also a user's of such a name, are
+    stepped, once for each class and options, without a change of the program's random numbers. If
+    an optimizer cannot be stepped, its scope is taken as ``MODEL``, with a warning.
 
     Args:
         optimizer: Class of the optimizer.
@@ -214,14 +214,13 @@ def update_scope(
         groups: Its parameter groups.
 
     >>> matrices = [ProbedGroup({}, (Kind(2), Kind(1)))]
-    >>> str(update_scope(torch.optim.AdamW, {"lr": 1e-3}, matrices))
-    'element'
+    >>> update_scope(torch.optim.AdamW, {"lr": 1e-3}, matrices)
     >>> str(update_scope(torch.optim.Adafactor, {"lr": 1e-3}, matrices))
     'parameter'
     """
-    is_torchs_own = optimizer.__module__.partition(".")[0] == "torch"  # not a user's of that name
-    if is_torchs_own and scope_by_name(optimizer.__name__) == UpdateScope.ELEMENT:
-        return UpdateScope.ELEMENT
+    is_torchs_own = optimizer.__module__.partition(".")[0] == "torch"
+    if is_torchs_own and optimizer.__name__ in ELEMENTWISE_OPTIMIZERS:
+        return None
     distinct = {(repr(sorted(each.options.items())), each.kinds): each for each in groups}
     key = (optimizer, repr(sorted(options.items())), *distinct)
     if key not in _known:

@@ -145,7 +145,7 @@ def _task_runs(
     readers: IntArray,
     runs: IntArray,
 ) -> IntArray:
-    """See ``task_runs``; a kernel whose ops cannot be in one place is not joined.
+    """See ``task_runs``; ops that would run before what they read stay in their own places.
 
     Args:
         columns: Kind, subject, device and micro-batch of each task.
@@ -157,9 +157,9 @@ def _task_runs(
     run = np.arange(len(kind), dtype=np.int32)
     if not len(runs):
         return run
-    is_joined = (np.bincount(runs, minlength=len(runs)) > 1)[runs]
+    is_moved = (np.bincount(runs, minlength=len(runs)) > 1)[runs] | (runs != np.arange(len(runs)))
     ops = np.flatnonzero(kind <= LAST_OP_KIND)
-    ops = ops[is_joined[subject[ops]]]
+    ops = ops[is_moved[subject[ops]]]
     if not len(ops):
         return run
     # An op comes again in other steps, on other devices and with other micro-batches.
@@ -332,17 +332,22 @@ def peak_memory(
 
 
 def _fill_members(tape: Tape, kept: Kept, members: IntArray) -> None:
-    """The first and the next task of each task's kernel; -1 for none.  # [num_tasks, 2]"""
+    """The first task that runs in each task's place, and the next one of a task's kernel.
+
+    -1 is none.  # [num_tasks, 2]
+    """
     tasks, count = tape.tasks[: len(members)], int(tape.counts[NUM_READS])
     starts = tape.tasks["read_start"][: len(members) + 1]
     readers = np.repeat(np.arange(len(members), dtype=np.int32), np.diff(starts))
     makers = tape.buffers["maker"][tape.reads[:count]]
     columns = tasks["kind"], tasks["subject"], tasks["device"], tasks["micro"]
-    run = members[:, 0] = _task_runs(columns, makers, readers, kept.runs)
+    run = _task_runs(columns, makers, readers, kept.runs)
     numbers = np.arange(len(members))
     order = np.lexsort((numbers, run != numbers, run))
     is_next = run[order[1:]] == run[order[:-1]]
     members[order[:-1][is_next], 1] = order[1:][is_next]
+    firsts = order[np.concatenate([[True], ~is_next])]
+    members[run[firsts], 0] = firsts
 
 
 @kernel
@@ -439,7 +444,7 @@ def _memory_kernel(
                     else:
                         gone += inside.stepping[device]
             # All ops of a compiled kernel, or the task alone.
-            first = -1 if is_compiled and take_op and members[task, 0] != task else task
+            first = members[task, 0] if is_compiled and take_op else task
             member = first
             while member >= 0:
                 made_end = begins[member + 1, 0]

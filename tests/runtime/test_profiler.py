@@ -447,6 +447,21 @@ class Dropped(nn.Module):
         return made
 
 
+class Deep(nn.Module):
+    """Inductor makes the gradient of a weight before that of its layer's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (256, 1024), (1024, 1024), (1024, 4)
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = nn.functional.gelu(layer(x))
+        made: torch.Tensor = self.layers[-1](x)
+        return made
+
+
 @pytest.fixture
 def empty_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inductor allocates as ever, but its kernels do nothing, as they take long to compile."""
@@ -466,7 +481,7 @@ def peak_of_the_second_step(workload: Workload, plan: Plan, captured: CapturedSt
 
 
 @pytest.mark.usefixtures("empty_kernels")
-@pytest.mark.parametrize("model", [Reversed, Tempered, Gated, Dropped])
+@pytest.mark.parametrize("model", [Reversed, Tempered, Gated, Dropped, Deep])
 def test_peak_bytes_of_a_compiled_step_are_not_too_low(
     model: type[nn.Module],
 ) -> None:

@@ -455,8 +455,8 @@ class Reader:
             most = max(most[0], one + copied), max(most[1], all_ and all_ + copied)
         return most
 
-    def _update_scope(self, trained: Iterable[int]) -> UpdateScope:
-        """The optimizer's update scope, probed with the kinds of parameters of each group."""
+    def _update_scope(self, trained: Iterable[int]) -> UpdateScope | None:
+        """The optimizer's ``seen_scope``, probed with the kinds of parameters of each group."""
         group_of = group_numbers(self.groups)
         kinds: list[dict[Kind, None]] = [{} for _ in self.groups]
         for parameter in trained:

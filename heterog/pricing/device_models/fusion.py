@@ -230,7 +230,38 @@ def _runs(graph: OpGraph, part: IntArray) -> IntArray:
                 runs[mine] = place
         runs[op] = runs[mine[0]] if mine else op
         mine.append(op)
+    for before, op in _weights_first(graph, part):
+        runs[before], runs[op] = op, before
     return runs
+
+
+def _weights_first(graph: OpGraph, part: IntArray) -> Iterator[tuple[int, int]]:
+    """Two products after another, of which inductor runs the second, a weight's gradient, first.
+
+    A step makes first what it passes on. The other order takes less memory if the weight's
+    gradient is smaller than what only it still reads. At the end of a part it stays second: by
+    inductor's count, in which all that other parts have made stays, no order takes less there.
+    """
+    weights = {int(graph.producer[graph.storage[gradient]]) for _, _, gradient in graph.updates}
+    products = {*products_of(graph).op.tolist()}
+    kernels = np.flatnonzero(part >= 0).tolist()
+    for before, op, after in zip(kernels, kernels[1:], kernels[2:], strict=False):
+        if not part[before] == part[op] == part[after] or not {before, op} <= products:
+            continue
+        first, second = (
+            {int(graph.storage[tensor]) for tensor in graph.ops[each].inputs}
+            for each in (before, op)
+        )
+        is_weights = before not in weights and op in weights
+        if is_weights and not second & {*graph.outputs[before]}:
+            last = [
+                tensor
+                for tensor in second - first
+                if graph.producer[tensor] >= 0 and max(graph.readers(tensor)) == op
+            ]
+            made = graph.tensor_bytes[[*graph.outputs[op]]].sum()
+            if made < graph.tensor_bytes[last].sum():
+                yield before, op
 
 
 _ONE_BY_ONE = frozenset(

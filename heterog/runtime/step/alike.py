@@ -235,7 +235,7 @@ def resize(
             "of the planned shapes (drop_last=True leaves out the last, smaller one), or plan for "
             "this one, too."
         )
-    graph = replace(captured.graph, grouped_like=planned, seen_scope=planned.scope)
+    graph = replace(captured.graph, grouped_like=planned, seen_scope=planned.seen_scope)
     captured = replace(captured, graph=graph)
     strategy = plan.strategy.resized(captured.graph)
     resized = lower_resized(captured.graph, plan.cluster, strategy)

@@ -38,7 +38,7 @@ from heterog.lowering.resident import STEPPED_BYTES, STEPPED_BYTES_CPU
 from heterog.runtime.accelerators import CPU
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.gradients import Gradients, decoded
-from heterog.runtime.step.pieces import is_cut, pieces_of
+from heterog.runtime.step.pieces import pieces_of
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder
 from heterog.runtime.step.slices import Slices
@@ -274,8 +274,6 @@ class Updates:
         self._masters = masters
         self._together = not part.graph.updates_elementwise  # all in one call
         self._most_bytes = STEPPED_BYTES_CPU if device.type == CPU.type else STEPPED_BYTES
-        is_torchs_own = type(optimizer).__module__.startswith("torch.")  # not a rehearsal's
-        self._is_cut = part.graph.is_stepped_in_pieces and is_torchs_own
         self._push = push
         self._owned = [
             row
@@ -468,10 +466,9 @@ class Updates:
         together = []
         for parameter, total in targets:
             whole = self._masters.of(parameter)
-            if self._is_cut and is_cut(self._optimizer, whole, self._most_bytes):
-                flat = total.reshape(-1)
-                for piece, part in pieces_of(self._optimizer, whole, self._most_bytes):
-                    self._call(step, [(piece, flat[part])])
+            if self._part.graph.is_stepped_in_pieces and whole.nbytes > self._most_bytes:
+                for piece, place in pieces_of(self._optimizer, whole, self._most_bytes):
+                    self._call(step, [(piece, total[place])])
             else:
                 together.append((whole, total))
         if together:  # none on a rank whose slice is empty
@@ -486,7 +483,7 @@ class Updates:
         assert self._options is not None
         for stepped, total in pairs:
             # The factor has the wider dtype, because 1/65536 has few digits in float16.
-            gradient = total.contiguous()
+            gradient = lying_like(stepped, total)
             scale = step.scale
             if scale is not None:
                 gradient = gradient.to(torch.promote_types(gradient.dtype, stepped.dtype))
@@ -496,6 +493,17 @@ class Updates:
             self._optimizer.step()
         for stepped, _ in pairs:
             stepped.grad = None
+
+
+def lying_like(stepped: Tensor, total: Tensor) -> Tensor:
+    """A gradient whose elements lie as those of the stepped tensor do.
+
+    Fused optimizers of a CPU match elements by their places in memory.
+    """
+    are_contiguous = stepped.is_contiguous() and total.is_contiguous()
+    if are_contiguous or total.stride() == stepped.stride():
+        return total
+    return torch.empty_like(stepped, dtype=total.dtype).copy_(total)
 
 
 @contextmanager

@@ -114,6 +114,13 @@ class Segments:
         outside = (t for t in mine if self._way(DueTask(t, False)) is not _Way.COMPILED)
         return frozenset(b for task in outside for b in part.reads(task))
 
+    @cached_property
+    def strides(self) -> Mapping[int, tuple[int, ...]]:
+        """Strides of each buffer that ops read, as in the first step."""
+        recipes = (recipe for noted in self.noted.values() for recipe in noted.recipes)
+        held = (each for each in recipes if each is not None and each.begin is Begin.HELD)
+        return {each.key: each.like.stride for each in held}
+
     def pieces(self, turns: Sequence[DueTask], *, apart: bool) -> list[Piece]:
         """Cut turns into segments and single turns between them.
 
@@ -351,9 +358,12 @@ class _Writer:
         values, constant = self._given.values, self._outer.constant
         for buffer in kept:
             if values.num_value_reads(buffer) > self._op_reads[buffer]:
-                name = self._names[buffer]
+                name = value = self._names[buffer]
                 share = f"{constant(noted.reader.samples)}, {constant(noted.units)}"
-                self._after.append(f"held[{constant(buffer)}] = Held({name}, {share})")
+                if self._compiles and buffer in self._given.strides:
+                    stride = constant(self._given.strides[buffer])
+                    value = f"{constant(lying_as)}({name}, {stride})"
+                self._after.append(f"held[{constant(buffer)}] = Held({value}, {share})")
                 self._outputs[name] = buffer in self._given.sent
             else:
                 self._own.add(buffer)
@@ -452,6 +462,19 @@ class _Writer:
     def _new_name(self) -> str:
         self._num_names += 1
         return f"v{self._num_names - 1}"
+
+
+def lying_as(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides, for which its readers are compiled.
+
+    Inductor may lay a result out otherwise than the op does in the first step.
+    """
+    strides = zip(value.shape, value.stride(), stride, strict=True)
+    if value.stride() == stride or all(size == 1 or own == like for size, own, like in strides):
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
+        value
+    )
 
 
 _View = tuple[Begin, int, tuple[tuple[int, str], ...]]
