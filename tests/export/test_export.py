@@ -365,7 +365,7 @@ def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_pat
             scope["Workload"], torch.nn.Linear(3, 2), batch, None, torch.optim.SGD, {"lr": 0.1},
             parameter_groups=lambda model: [{"params": [model.bias], "lr": 0.2}],
         )  # fmt: skip
-        rank = SimpleNamespace(device="cpu", first_sample=0, batch_size=2)
+        rank = SimpleNamespace(rank=0, device="cpu", first_sample=0, batch_size=2)
         (only,) = scope["build"](rank)[1].param_groups
         assert (only["lr"], len(only["params"])) == (0.2, 1)
 

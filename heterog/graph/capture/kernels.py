@@ -1,8 +1,8 @@
 """Refuses steps with dtypes that fake tensors take and no kernel does.
 
 Fake tensors run no kernel, and many ops check dtypes only there: a cross entropy of labels in
-int32, a product of float64 and float32. So each op that gets unlike dtypes, or integers, is tried
-on zeros of its dtypes, two along each axis if its other arguments allow that.
+int32, a product of float64 and float32. So each op of torch that gets unlike dtypes, or integers,
+is tried on zeros of its dtypes, two along each axis if its other arguments allow that.
 """
 
 import re
@@ -45,7 +45,7 @@ def check_dtypes(workload: Workload, step: CapturedStep) -> None:
         if len(dtypes) > 1 and op.kind.partition(".")[0] in _PRODUCTS:
             fault = "torch multiplies only tensors of one dtype"
         # Fake statistics, which backward ops read, may have other dtypes than those of kernels.
-        elif op.phase == Phase.FORWARD and _is_unusual(dtypes):
+        elif op.phase == Phase.FORWARD and _is_unusual(dtypes) and _is_of_torch(node):
             fault = _refusal(node, tried)
         if fault:
             place = f"module '{op.module}'" if op.module else "the root module"
@@ -85,6 +85,11 @@ def _refusal(node: fx.Node, tried: set[str]) -> str:
             return f"torch says: {said}" if _SAYS_DTYPES.search(said) else ""
         return ""
     return ""
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether a call has no effects that are not known; a custom op may do anything."""
+    return getattr(node.target, "namespace", "") == "aten"
 
 
 def _is_unusual(dtypes: list[str]) -> bool:

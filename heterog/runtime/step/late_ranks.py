@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 
@@ -29,8 +29,8 @@ _GONE = RuntimeError, ValueError
 _LIBRARIES = {
     *(Path(__file__).parents[2], Path(torch.__file__).parent, Path(threading.__file__).parent)
 }
-_ENDS = threading.Event()
-_THREADS: "WeakSet[threading.Thread]" = WeakSet()
+_LOOKING: dict[threading.Thread, threading.Event] = {}
+"""The threads that look, and what ends each."""
 
 
 class LateRanks:
@@ -50,10 +50,18 @@ class LateRanks:
         self._num_seen = 0
         self._told: object = None
         self._patience = _NUM_LOOKS
+        self._ends = threading.Event()
         _end_looks_at_exit()
-        thread = threading.Thread(target=_look_often, args=(ref(self),), daemon=True)
-        thread.start()
-        _THREADS.add(thread)
+        self._thread = threading.Thread(
+            target=_look_often, args=(ref(self), self._ends), daemon=True
+        )
+        _LOOKING[self._thread] = self._ends
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the looks."""
+        self._ends.set()
+        self._thread.join(LOOK_S)
 
     def begin_step(self) -> None:
         """Note that the loop has called the step."""
@@ -116,15 +124,16 @@ def _place(thread: int) -> str:
     return "outside of its loop"
 
 
-def _look_often(held: "ref[LateRanks]") -> None:
-    """Look every second, as long as the step exists."""
-    while not _ENDS.wait(LOOK_S):
+def _look_often(held: "ref[LateRanks]", ends: threading.Event) -> None:
+    """Look every second, as long as the step exists and is not closed."""
+    while not ends.wait(LOOK_S):
         late_ranks = held()
         if late_ranks is None:
-            return
+            break
         with suppress(*_GONE):
             late_ranks.look()
         del late_ranks
+    _LOOKING.pop(threading.current_thread(), None)
 
 
 @cache
@@ -134,6 +143,6 @@ def _end_looks_at_exit() -> None:
 
 def _end_looks() -> None:
     """End the threads: one that returned from the store later would abort the process."""
-    _ENDS.set()
-    for thread in list(_THREADS):
+    for thread, ends in list(_LOOKING.items()):
+        ends.set()
         thread.join(10)
