@@ -24,7 +24,9 @@ FAILURES = (Exception, SystemExit)
 """How a user's file may fail; one written as a script may end the program."""
 _module_numbers = itertools.count()
 _folders: set[Path] = set()
-"""Folders of the files that were run."""
+"""Folders of the files that were run; imports look in the one of the last file."""
+_last: list[str] = []
+"""That folder, if imports did not look there before."""
 
 
 def is_from_file(source: str) -> bool:
@@ -121,7 +123,7 @@ def as_script(path: Path) -> Iterator[None]:
     Later imports, when the model is made say, look there last. If the script changes the working
     folder, in which heterog reads and writes files, that is changed back.
     """
-    arguments, working = sys.argv, os.getcwd()
+    arguments, working = sys.argv, Path.cwd() if os.path.exists(os.curdir) else None
     _forget_namesakes(path.parent)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
@@ -129,11 +131,13 @@ def as_script(path: Path) -> Iterator[None]:
         yield
     finally:
         sys.argv = arguments
-        os.chdir(working)
-        if str(path.parent) in sys.path:
-            sys.path.remove(str(path.parent))
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
+        if working is not None:
+            os.chdir(working)
+        for folder in (str(path.parent), *_last):
+            if folder in sys.path:
+                sys.path.remove(folder)
+        _last[:] = [str(path.parent)] if str(path.parent) not in sys.path else []
+        sys.path += _last
 
 
 def _forget_namesakes(folder: Path) -> None:

@@ -8,6 +8,7 @@ torch.distributed.checkpoint. Any plan resumes from it.
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,8 @@ class Writing:
         is_due = not self._is_asked and time.monotonic() - self._since_s > self._every_s
         if is_due and (shelf := lend()) is not None:
             self._since_s, self._is_asked = time.monotonic(), True
-            self._service.ask((self._folder, shelf), niceness=10)
+            with suppress(HeterogError):  # it cannot start, which the next look says
+                self._service.ask((self._folder, shelf), niceness=10)
         return ""
 
     def close(self) -> None:

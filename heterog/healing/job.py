@@ -237,8 +237,11 @@ class HealingJob:
         if trained.generation:
             change, self._change = self._change, None
             steering.steps_left = self._steps_left()
-            choice = change.choice if change else steering.plan_for_loss(_FIRST_PLAN_S)
-            steering.begin_generation(choice, change.kind if change else "lost")
+            try:
+                choice = change.choice if change else steering.plan_for_loss(_FIRST_PLAN_S)
+                steering.begin_generation(choice, change.kind if change else "lost")
+            except (OSError, ValueError) as error:
+                raise HeterogError(str(error)) from error
         running = steering.running
         trained.planned(running.method, len(running.devices), time.monotonic())
         if trained.generation:

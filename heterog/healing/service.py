@@ -73,7 +73,7 @@ class Service:
             niceness: By how much its work is nicer than this process, so that ranks come first.
 
         Raises:
-            HeterogError: the process was closed.
+            HeterogError: the process was closed, or cannot be started again.
         """
         if self._is_closed:
             raise HeterogError(f"the process {self._module} has ended.")
@@ -83,8 +83,12 @@ class Service:
             self._here.send(asked)
         except OSError:
             self._end()
-            self._start()
-            self._here.send(asked)
+            try:
+                self._start()
+                self._here.send(asked)
+            except OSError as error:
+                self.has_ended = True
+                raise HeterogError(f"the process {self._module} cannot start: {error}") from error
         return self._num_asked
 
     def next_answer(self, timeout_s: float = 0.0) -> tuple[int, Any] | None:

@@ -7,6 +7,7 @@ one plus what it costs to go there. Predicted seconds are scaled by what steps r
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,7 +219,8 @@ class Steering:
         if self._asked is None and self._queue:
             question = self._queue.pop(0)
             niceness = _NICENESS.get(question.kind, 0)
-            self._asked = self._service.ask(question, niceness=niceness), question
+            with suppress(HeterogError):  # nobody needs a plan that was prepared
+                self._asked = self._service.ask(question, niceness=niceness), question
         if self._is_quiet and self.num_left and self._trial is None and self._measured_s:
             self._ask_for_a_trial()
         return None

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -159,7 +159,7 @@ class DeployedStep:
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
         self._shapes = batch_shapes()
-        self._late_ranks: LateRanks | None = None
+        self._late_ranks = LateRanks(self._shapes, self.rank)
         self._replicas: tuple[Replicas, int] | None = None  # with the step of the first comparison
         self._workload, self._seed, self._program = workload, seed, program
         self.communicator = Communicator(self.rank, ())
@@ -385,7 +385,8 @@ class DeployedStep:
         times = TaskTimes(dict(zip(program.subject[tasks].tolist(), tasks.tolist(), strict=True)))
         self._record_in(times)
         try:
-            loss = self._train(batch)
+            with self._late_ranks.in_step():
+                loss = self._train(batch)
             self.flush()
             if any(mode.loss_delay for mode in self.modes):
                 self.settle()
@@ -456,7 +457,7 @@ class DeployedStep:
                 plan cannot be run on its shapes, the step was closed, ranks do not train alike,
                 or something other than training has changed the model.
         """
-        with self._late_ranks.in_step() if self._late_ranks is not None else nullcontext():
+        with self._late_ranks.in_step():
             self._begin_step(batch)
             return self._train(batch)
 
@@ -519,8 +520,7 @@ class DeployedStep:
         for mode in () if self._is_closed else self.modes:
             mode.close()
         self._executor.close()
-        if self._late_ranks is not None:
-            self._late_ranks.close()
+        self._late_ranks.close()
         self._is_closed = True
 
     def state_dict(self) -> dict[str, Tensor] | None:
@@ -590,7 +590,7 @@ def deploy(
         workload, plan, max_grad_norm=max_grad_norm, loss_scale=loss_scale, seed=seed
     )
     if not step.is_free_running and plan.cluster.num_devices > 1:
-        step._late_ranks = LateRanks(step._shapes, step.rank)
+        step._late_ranks.start()
     return step
 
 

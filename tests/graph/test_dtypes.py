@@ -156,3 +156,12 @@ def test_capture_refuses_the_dtypes_that_a_step_of_plain_torch_refuses(name: str
     with pytest.raises(CaptureError) as caught:
         capture(workload)
     assert "\n" not in str(caught.value)
+
+
+def test_no_large_result_is_made_for_a_try() -> None:
+    def loss(made: Tensor, target: Tensor) -> Tensor:
+        return made.new_zeros(1 << 19, 1 << 19, dtype=INT64)[0, 0] + (made - target).sum()
+
+    batch = torch.zeros(4, 3), torch.zeros(4, 2)
+    made = Workload(lambda: Net(nn.Linear(3, 2), loss), batch, None, torch.optim.SGD, {"lr": 0.1})
+    assert capture(made).ops

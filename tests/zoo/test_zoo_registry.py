@@ -163,9 +163,10 @@ def test_user_file_may_import_its_neighbour_and_define_dataclasses(tmp_path: Pat
     write(tmp_path, "SIZE = 5\n", "neighbour_of_mine.py")
     extra = "from neighbour_of_mine import SIZE\n@dataclass\nclass C:\n    x: 'int' = SIZE\n"
     path = write(tmp_path, GOOD_FILE.format(extra=extra))
-    before = list(sys.path)
+    before = sys.path.copy()
     assert batch_size_of(f"{path}:workload") == 8
-    assert sys.path == [*before, str(tmp_path)]
+    assert sys.path[-1] == str(tmp_path)
+    assert [each for each in before if each not in sys.path] in ([], [before[-1]])
 
 
 def test_a_user_file_is_run_as_a_script_without_arguments(
@@ -261,3 +262,20 @@ def test_user_file_that_is_missing_or_names_no_function(tmp_path: Path) -> None:
     text = write(tmp_path, "", "mine.txt")
     with pytest.raises(InputFileError, match=r"mine\.txt: this is not a Python file"):
         registry.load_workload(f"{text}:f", None)
+
+
+def test_imports_when_a_model_is_made_find_the_folder_of_its_own_file(tmp_path: Path) -> None:
+    extra = (
+        "from dataclasses import replace\n"
+        "def late():\n"
+        "    def model():\n"
+        "        from late_neighbour import SIZE\n"
+        "        return nn.Linear(SIZE, 1)\n"
+        "    return replace(workload(), model=model)\n"
+    )
+    for size, name in ((3, "one"), (4, "other"), (3, "one")):
+        (folder := tmp_path / name).mkdir(exist_ok=True)
+        write(folder, f"SIZE = {size}\n", "late_neighbour.py")
+        path = write(folder, GOOD_FILE.format(extra=extra))
+        made = registry.load_workload(f"{path}:late").make_model()
+        assert next(made.parameters()).shape == (1, size)

@@ -20,7 +20,7 @@ from heterog.graph.op_graph import Phase
 from heterog.graph.workload import Workload
 
 _MOST_ELEMENTS = 1 << 24
-"""Most elements of an op's inputs where all of them are made: its arguments say how many."""
+"""Most elements of an op's results, and of its inputs where all of them are made."""
 _FEW, _ALL = 2, _MOST_ELEMENTS
 """Most elements along an axis."""
 _MOST_NUMBER = 1 << 20
@@ -74,9 +74,11 @@ def _refusal(node: fx.Node, tried: set[str]) -> str:
         try:
             # Where a size among the arguments is that of a tensor, a kernel could read beyond it.
             with FakeTensorMode():
-                _call_on_zeros(node, most)
+                made = pytree.tree_leaves(_call_on_zeros(node, most))
         except Exception:
             continue
+        if sum(each.numel() for each in made if isinstance(each, Tensor)) > _MOST_ELEMENTS:
+            return ""
         try:
             with unset_fake_temporarily():
                 _call_on_zeros(node, most)
@@ -100,11 +102,11 @@ def _likeness(value: Any) -> str:
     return f"{value.dtype} {value.dim()}" if isinstance(value, Tensor) else ""
 
 
-def _call_on_zeros(node: fx.Node, most: int) -> None:
+def _call_on_zeros(node: fx.Node, most: int) -> Any:
     def zeros(each: fx.Node) -> Any:
         value = each.meta["val"]
         return torch.zeros([min(size, most) for size in value.shape], dtype=value.dtype)
 
     args, keywords = fx.map_arg((node.args, node.kwargs), zeros)
     with torch.no_grad():
-        node.target(*args, **keywords)  # type: ignore[operator]
+        return node.target(*args, **keywords)  # type: ignore[operator]

@@ -50,18 +50,21 @@ class LateRanks:
         self._num_seen = 0
         self._told: object = None
         self._patience = _NUM_LOOKS
-        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Look from now on, in a thread."""
         _end_looks_at_exit()
-        self._thread = threading.Thread(
-            target=_look_often, args=(ref(self), self._ends), daemon=True
-        )
-        _LOOKING[self._thread] = self._ends
+        ends = threading.Event()
+        self._thread = threading.Thread(target=_look_often, args=(ref(self), ends), daemon=True)
+        _LOOKING[self._thread] = ends
         self._thread.start()
 
     def close(self) -> None:
         """End the looks."""
-        self._ends.set()
-        self._thread.join(LOOK_S)
+        if (thread := self._thread) in _LOOKING:
+            _LOOKING[thread].set()
+            thread.join(LOOK_S)
 
     def begin_step(self) -> None:
         """Note that the loop has called the step."""

@@ -27,7 +27,8 @@ def pieces_of(
 
     Args:
         optimizer: One of torch's elementwise optimizers.
-        whole: A tensor that it steps, with elements that lie in any order.
+        whole: A tensor that it steps; rows of its first dimension lie in a stretch each, whose
+            elements lie in any order.
         most_bytes: Most bytes of a piece.
 
     Yields:
