@@ -18,7 +18,6 @@ import re
 import runpy
 import sys
 import traceback
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -161,7 +160,8 @@ class Watch:
         call_before(Optimizer, "__init__", lambda each, *_, **__: self._optimizers.append(each))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        self._note_warnings()
+        # Made for each warning, also for those that a script's filters hide.
+        call_before(HeterogWarning, "__init__", self._note_warning)
         self._freeze_norms()
         _draw_by_sample(self._draws, is_reversed=self._task.again)
         self._leave_uncompiled()
@@ -178,6 +178,7 @@ class Watch:
         noted = self._noted._replace(
             eps=self._draws.eps,
             notes=[*dict.fromkeys(self._noted.notes)],
+            doubts=[*dict.fromkeys(self._noted.doubts)],
             files=[str(each) for each in self._files.made if each.is_file()],
         )
         torch.save(tuple(noted), self._folder / f"{self._rank}.pt")
@@ -263,17 +264,10 @@ class Watch:
             ]
         return {id(each): (name, each) for name, each in reversed(found)}
 
-    def _note_warnings(self) -> None:
-        show = warnings.showwarning
-
-        def noting(message: Any, category: Any, *others: Any, **named: Any) -> None:
-            if issubclass(category, HeterogWarning):
-                is_doubt = issubclass(category, OwnSamplesWarning)
-                noted = self._noted.doubts if is_doubt else self._noted.notes
-                noted.append(f"The balancer warned: {message}")
-            show(message, category, *others, **named)
-
-        warnings.showwarning = noting
+    def _note_warning(self, warning: HeterogWarning, text: str) -> None:
+        is_doubt = isinstance(warning, OwnSamplesWarning)
+        noted = self._noted.doubts if is_doubt else self._noted.notes
+        noted.append(f"The balancer warned: {text}")
 
     def _leave_uncompiled(self) -> None:
         """Let torch.compile give back what it is given: no graph has fixed random draws."""
