@@ -64,7 +64,7 @@ def test_right_loops_are_equal(kind: str) -> None:
     assert verdict.apart < verdict.allowed / 5
 
 
-@pytest.mark.parametrize("kind", few_of(list(WRONG), 8))
+@pytest.mark.parametrize("kind", few_of(list(WRONG), 10))
 def test_wrong_loops_differ_and_the_reason_is_told(kind: str) -> None:
     verdict = checked(kind)
     assert verdict.answer == "differs", verdict
