@@ -95,6 +95,10 @@ class HeterogWarning(UserWarning):
     """A setting that is ignored or doubtful; the text shows the arithmetic."""
 
 
+class OwnSamplesWarning(HeterogWarning):
+    """Ranks seem to compute from their own samples what one process computes of all."""
+
+
 class ExperimentalWarning(FutureWarning):
     """Something is used that may change in any release; see the page "What is stable"."""
 

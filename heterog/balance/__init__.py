@@ -16,7 +16,7 @@
 - ``speeds`` measures the compute time of a rank between its waits, and fits it; ``rebalancing``
   decides when shares change, and changes them. ``group`` has the ranks of the job.
 - ``check`` runs a script with its samples divided in two ways and compares what comes out;
-  ``checked`` is a rank of such a run.
+  ``checked`` is a rank of such a run, and ``kept_files`` keeps the user's files meanwhile.
 """
 
 from heterog.balance.balancer import Balancer

@@ -17,7 +17,8 @@ After the first update weights differ by rounding. An optimizer that divides by 
 elements that are at most 64 and 2 units of the largest are set to 0 before each update. Where the
 others are off by a part ``t``, a part ``t`` of them may later be 0 in one run only, or have other
 signs, which is a difference of ``2 sqrt(t)`` in the norm of an update. That counts for later
-gradients, and for how weights and buffers move.
+gradients, and for how weights and buffers move. ``t`` is what the first gradients differ by (six
+times that: later ones are other sums), not what they might.
 
 If runs differ, the second is repeated with another order of each rank's samples, and other random
 numbers. What differs there, too, is not due to the division.
@@ -25,6 +26,7 @@ numbers. What differs there, too, is not due to the division.
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,8 +42,13 @@ from heterog.runtime.launch import RANKS_OWN, run_commands, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.watching import LaunchError, Limits
 
+LATER = 6.0
+"""Factor by which later gradients may be rounded worse than the first ones."""
 NOISE = 3.0
 """A difference counts if it exceeds what random numbers make by this factor."""
+
+MOST_FILES = 5
+"""Files that a note names."""
 
 Run = Sequence[Noted]
 """What each rank has noted."""
@@ -110,6 +117,7 @@ class Verdict:
         text: The answer in a sentence.
         apart: Largest difference of a tensor that differs, or else of all first gradients.
         allowed: Difference that rounding explains.
+        bound: Largest difference that was taken for rounding, at any place up to there.
         noise: Largest difference of two runs with the same division, if it was measured.
         names: Relative difference of each tensor that differs, largest first.
         advice: What usually causes this, and what to do.
@@ -120,6 +128,7 @@ class Verdict:
     text: str
     apart: float
     allowed: float
+    bound: float
     noise: float | None
     names: dict[str, float]
     advice: str
@@ -150,6 +159,7 @@ def check(request: CheckRequest, progress: Callable[[str], None] = lambda stage:
             return _run(request, Task(str(folder / name), shares, *asked))
 
         one, other = run("run 1", divisions[0]), run("run 2", divisions[1])
+        _check_first_weights(one, other)
         deals = one[0].deals
         if deals == other[0].deals:
             raise ScriptError(
@@ -159,15 +169,41 @@ def check(request: CheckRequest, progress: Callable[[str], None] = lambda stage:
         found, noise = compare(one, other), None
         if found.names:
             again = run("run 3, as 2 in another order", divisions[1], again=True)
-            apart = differences(other, again)[-1 if found.is_last else found.place]
+            apart = differences(other, again, _most_updates(one, other))[found.place]
             noise = max(
                 (apart[name].relative for name in found.names if name in apart), default=0.0
             )
-    notes = list(dict.fromkeys(line for each in (*one, *other) for line in each.notes))
+    every = (*one, *other)
+    notes = list(dict.fromkeys(line for each in every for line in each.notes))
+    doubts = list(dict.fromkeys(line for each in every for line in each.doubts))
+    files = dict.fromkeys(file for each in every for file in each.files if Path(file).is_file())
     number = min(len(each.updates) for each in (*one, *other))
     if number < request.num_updates:
         notes.append(f"The script has ended after {number} of {request.num_updates} updates.")
-    return _judged(request, found, noise, notes)
+    if files:
+        more = f" and {len(files) - MOST_FILES} more" if len(files) > MOST_FILES else ""
+        told = ", ".join(map(os.path.relpath, list(files)[:MOST_FILES]))
+        notes.append(f"The script has left files: {told}{more}.")
+    return _judged(request, found, noise, doubts, notes)
+
+
+def _check_first_weights(one: Run, other: Run) -> None:
+    """Compare the weights before the first update, which no division changes.
+
+    Raises:
+        ScriptError: they differ.
+    """
+    first, second = (_joined([[each.before] for each in run]) for run in (one, other))
+    for name in first:
+        if name not in second or name.startswith(BUFFER):  # one may be made of a rank's samples
+            continue
+        values = first[name], second[name]
+        if values[0].shape != values[1].shape or not torch.allclose(*values, equal_nan=True):
+            raise ScriptError(
+                f"the runs begin with different weights ({name}): the script takes up a "
+                "checkpoint that the run before has written, or draws weights by a generator "
+                "without a seed. Turn that off for the check, by an argument of the script, say."
+            )
 
 
 def _told(shares: Sequence[int]) -> str:
@@ -197,7 +233,13 @@ def _run(request: CheckRequest, task: Task) -> Run:
         said = text or error.last_words.get(int(traces[0].stem), "")
         where = f"the script fails with {_told(task.shares)} of each batch on its ranks"
         raise ScriptError(f"{where}: {said}", trace) from error
-    files = (folder / f"{rank}.pt" for rank in range(request.num_ranks))
+    files = [folder / f"{rank}.pt" for rank in range(request.num_ranks)]
+    for rank, file in enumerate(files):
+        if not file.is_file():
+            raise ScriptError(
+                f"rank {rank} has ended without saying what it has done: the script leaves Python "
+                "by os._exit(), or becomes another program."
+            )
     noted = [Noted(*torch.load(file, weights_only=True)) for file in files]
     if not noted[0].updates:
         raise ScriptError(
@@ -232,6 +274,7 @@ class Found(NamedTuple):
         is_last: Whether it is how weights and buffers have moved.
         apart: Largest relative difference there, or that of all first gradients together.
         allowed: Difference that rounding explains.
+        bound: The largest such difference of all places that were compared.
         names: Relative difference of each tensor that differs, largest first.
     """
 
@@ -239,6 +282,7 @@ class Found(NamedTuple):
     is_last: bool
     apart: float
     allowed: float
+    bound: float
     names: dict[str, float]
 
 
@@ -246,10 +290,13 @@ def compare(one: Run, other: Run) -> Found:
     """Find the first place in which two runs differ by more than rounding."""
     eps = max(each.eps for each in (*one, *other))
     allowed, least = 4 * eps + 4096 * EPS, least_part(eps)
-    places = differences(one, other)
+    places = differences(one, other, _most_updates(one, other))
     norms = [math.hypot(*(each.scale for each in apart.values())) for apart in places]
+    first = [each.relative for each in places[0].values() if each.scale > least * norms[0]]
+    part = min(LATER * max(first, default=math.inf), allowed)
+    later = max(allowed, 2 * math.sqrt(part))
     for place, (aparts, whole) in enumerate(zip(places, norms, strict=True)):
-        bound = 2 * math.sqrt(allowed) if place else allowed
+        bound = later if place else allowed
         names = {
             name: each.relative
             for name, each in aparts.items()
@@ -257,14 +304,24 @@ def compare(one: Run, other: Run) -> Found:
         }
         if names:
             ordered = dict(sorted(names.items(), key=lambda item: -item[1]))
-            return Found(place, place == len(places) - 1, max(names.values()), bound, ordered)
+            is_last = place == len(places) - 1
+            return Found(place, is_last, max(names.values()), bound, bound, ordered)
     apart = math.hypot(*(each.norm for each in places[0].values())) / (norms[0] or 1.0)
-    return Found(0, False, apart, allowed, {})
+    return Found(0, False, apart, allowed, later, {})
 
 
-def differences(one: Run, other: Run) -> list[dict[str, Apart]]:
-    """Differences of the gradients of each update, and of how weights and buffers have moved."""
-    number = max(len(run[0].updates) for run in (one, other))
+def _most_updates(one: Run, other: Run) -> int:
+    return max(len(run[0].updates) for run in (one, other))
+
+
+def differences(one: Run, other: Run, number: int) -> list[dict[str, Apart]]:
+    """Differences of the gradients of each update, and of how weights and buffers have moved.
+
+    Args:
+        one: A run.
+        other: Another one.
+        number: Updates to compare; those that a run has not made count as 0.
+    """
     pairs = zip(_places(one, number), _places(other, number), strict=True)
     return [
         {name: _apart(name, first, second) for name in {**first, **second}}
@@ -340,24 +397,45 @@ _RANDOM = (
 )
 
 
-def _judged(request: CheckRequest, found: Found, noise: float | None, notes: list[str]) -> Verdict:
+_DOUBT = (
+    "Ranks take something from their own samples, and that may change weights by less than is "
+    "told from rounding here. Do as the warning says. (Less is taken for rounding where a script "
+    "computes in 32 bits, without autocast.)"
+)
+
+
+def _judged(
+    request: CheckRequest,
+    found: Found,
+    noise: float | None,
+    doubts: list[str],
+    notes: list[str],
+) -> Verdict:
     """Put into words what was found.
 
     Args:
         request: What was checked.
         found: First place in which runs differ.
         noise: Largest difference of the same tensors between two runs with one division.
+        doubts: Warnings by which ranks take something from their own samples.
         notes: What else is to be known.
     """
     apart = found.apart
     runs = " and ".join(map(_told, request.divisions()))
     what = "weights and buffers" if found.is_last else f"gradients of update {found.place + 1}"
-    if noise is None:
+    seen = (
+        f"the first gradients differ by {apart:.1e} of their norm, where rounding may make "
+        f"{found.allowed:.1e}; in later ones, weights and buffers, less than {found.bound:.2%} is "
+        "not told from rounding."
+    )
+    if noise is None and doubts:
+        answer, advice = "undecided", _DOUBT
+        text = f"with {runs} of each batch on the ranks {seen} But a balancer has warned."
+    elif noise is None:
         answer, advice = "equal", ""
         text = (
             f"{request.script} makes the same updates with {runs} of each batch on its ranks: "
-            f"gradients differ by {apart:.1e} of their norm, and rounding may make "
-            f"{found.allowed:.1e}."
+            f"{seen}"
         )
     elif apart > NOISE * noise:
         answer, advice = "differs", _advice(found)
@@ -377,10 +455,11 @@ def _judged(request: CheckRequest, found: Found, noise: float | None, notes: lis
         text=text,
         apart=apart,
         allowed=found.allowed,
+        bound=found.bound,
         noise=noise,
         names=found.names,
         advice=advice,
-        notes=notes,
+        notes=[*doubts, *notes],
     )
 
 

@@ -10,21 +10,17 @@ keeps everything. BatchNorm normalises by its running statistics, because those 
 samples differ by nature.
 """
 
-import io
 import json
 import math
 import os
 import random
 import re
 import runpy
-import stat
 import sys
 import traceback
-import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,9 +39,10 @@ from torch.optim.optimizer import (
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from heterog.balance.balancer import Balancer
+from heterog.balance.kept_files import KeptFiles, call_before
 from heterog.balance.loss_probe import FixedDraws
 from heterog.balance.sampler import ShareSampler
-from heterog.errors import HeterogError, HeterogWarning
+from heterog.errors import HeterogError, HeterogWarning, OwnSamplesWarning
 from heterog.graph.python_state import same_draws
 from heterog.runtime.accelerators import CPU_BACKEND, device_count, is_accelerated
 from heterog.user_code import where_it_failed
@@ -68,6 +65,7 @@ _NOT_FROZEN = (
     "BatchNorm without running statistics normalises by a rank's own samples, as in any data "
     "parallelism. SyncBatchNorm, or another norm, trains as one process does."
 )
+_NOT_COMPILED = "torch.compile was left out: what it is to compile ran op by op here."
 _WRAPPED = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_forward_module)\.")
 _EPS_OF_PRODUCTS = 2.0**-10
 """Of accelerators, which may round the factors of float32 products to ten bits (TF32)."""
@@ -113,6 +111,8 @@ class Noted(NamedTuple):
         deals: Samples of each rank in each step.
         eps: Relative rounding error of the coarsest numbers computed with; 0 for 32 bits and more.
         notes: Warnings of the balancer, and what was left out.
+        doubts: Those of the warnings by which ranks take something from their own samples.
+        files: Files that the script has made.
     """
 
     updates: list[dict[str, Tensor]]
@@ -121,6 +121,8 @@ class Noted(NamedTuple):
     deals: list[tuple[int, ...]]
     eps: float
     notes: list[str]
+    doubts: list[str]
+    files: list[str]
 
 
 class Watch:
@@ -134,7 +136,8 @@ class Watch:
         self._num_updates: Counter[int] = Counter()  # by the optimizers' identities
         self._has_begun = False
         self._draws = Draws()
-        self._noted = Noted([], {}, {}, [], 0.0, [])
+        self._noted = Noted([], {}, {}, [], 0.0, [], [], [])
+        self._files = KeptFiles(task.began_s)
 
     def begin(self, *_: Any) -> None:
         """Called when a loop begins to take batches: models have their first weights."""
@@ -149,20 +152,22 @@ class Watch:
     def watch(self) -> None:
         """Follow balancers, optimizers, random numbers and files."""
         ShareSampler.dealt_as = tuple(self._task.shares)
-        _call_before(ShareSampler, "__iter__", self.begin)
-        _call_before(Balancer, "watch_norms", lambda _, model: self._models.append(model))
-        _call_before(
+        call_before(ShareSampler, "__iter__", self.begin)
+        call_before(Balancer, "watch_norms", lambda _, model: self._models.append(model))
+        call_before(
             Balancer, "begin_step", lambda _, deal, *__: self._noted.deals.append(deal.samples)
         )
-        _call_before(Optimizer, "__init__", lambda each, *_, **__: self._optimizers.append(each))
+        call_before(Optimizer, "__init__", lambda each, *_, **__: self._optimizers.append(each))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        self._note_warnings()
+        # Made for each warning, also for those that a script's filters hide.
+        call_before(HeterogWarning, "__init__", self._note_warning)
         self._freeze_norms()
         _draw_by_sample(self._draws, is_reversed=self._task.again)
-        _keep_files(self._task.began_s)
+        self._leave_uncompiled()
+        self._files.watch()
         for name in ("spawn", "start_processes"):
-            _call_before(torch.multiprocessing, name, _refuse_to_start)
+            call_before(torch.multiprocessing, name, _refuse_to_start)
         seed_all(SEED)
 
     def end(self) -> None:
@@ -171,7 +176,10 @@ class Watch:
             self._draws.is_off = True
             self._note_state(self._noted.after)
         noted = self._noted._replace(
-            eps=self._draws.eps, notes=[*dict.fromkeys(self._noted.notes)]
+            eps=self._draws.eps,
+            notes=[*dict.fromkeys(self._noted.notes)],
+            doubts=[*dict.fromkeys(self._noted.doubts)],
+            files=[str(each) for each in self._files.made if each.is_file()],
         )
         torch.save(tuple(noted), self._folder / f"{self._rank}.pt")
         if dist.is_initialized():
@@ -256,15 +264,19 @@ class Watch:
             ]
         return {id(each): (name, each) for name, each in reversed(found)}
 
-    def _note_warnings(self) -> None:
-        show = warnings.showwarning
+    def _note_warning(self, warning: HeterogWarning, text: str) -> None:
+        is_doubt = isinstance(warning, OwnSamplesWarning)
+        noted = self._noted.doubts if is_doubt else self._noted.notes
+        noted.append(f"The balancer warned: {text}")
 
-        def noting(message: Any, category: Any, *others: Any, **named: Any) -> None:
-            if issubclass(category, HeterogWarning):
-                self._noted.notes.append(f"The balancer warned: {message}")
-            show(message, category, *others, **named)
+    def _leave_uncompiled(self) -> None:
+        """Let torch.compile give back what it is given: no graph has fixed random draws."""
 
-        warnings.showwarning = noting
+        def compile(model: Any = None, *_: Any, **__: Any) -> Any:
+            self._noted.notes.append(_NOT_COMPILED)
+            return (lambda own: own) if model is None else model
+
+        torch.compile = compile
 
     def _freeze_norms(self) -> None:
         own = functional.batch_norm
@@ -343,41 +355,6 @@ def _draw_by_sample(draws: Draws, *, is_reversed: bool) -> None:
     _MapDatasetFetcher.fetch = fetch  # type: ignore[method-assign]
 
 
-def _keep_files(began_s: float) -> None:
-    """Refuse to replace or remove files that were there before; hidden ones are caches."""
-
-    def check(path: Any) -> None:
-        try:
-            name, found = Path(os.path.relpath(os.fsdecode(path))), os.stat(path)
-        except (OSError, TypeError, ValueError):  # there is none, or it is no path
-            return
-        is_hidden = any(part.startswith(".") and part != ".." for part in name.parts)
-        is_cache = is_hidden or name.suffix in (".lock", ".pyc")
-        if stat.S_ISREG(found.st_mode) and found.st_mtime < began_s and not is_cache:
-            raise HeterogError(
-                f"the script would replace or remove {name}, which was there before the check. "
-                "Move it away, or give the script another folder for its files."
-            )
-
-    def hook(event: str, given: tuple[Any, ...]) -> None:
-        if event == "open" and given[2] and given[2] & os.O_TRUNC:
-            check(given[0])
-        elif event == "os.remove" and given[1] == -1:
-            check(given[0])
-        elif event == "os.rename":
-            check(given[1])
-        elif event == "shutil.rmtree":
-            for each in Path(given[0]).rglob("*"):
-                check(each)
-
-    def save(_: Any, file: Any, *__: Any, **___: Any) -> None:
-        if not isinstance(file, io.IOBase):
-            check(file)
-
-    sys.addaudithook(hook)
-    _call_before(torch, "save", save)  # which writes without Python's open
-
-
 def _of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of an optimizer."""
     return [each for group in optimizer.param_groups for each in group["params"]]
@@ -396,18 +373,6 @@ def _part_of(value: Tensor) -> Tensor:
     value = torch.view_as_real(value) if value.is_complex() else value
     flat = value.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // MOST_ELEMENTS))].to("cpu", copy=True)
-
-
-def _call_before(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Let a function of a class or module call another one first, with its arguments."""
-    own = getattr(owner, name)
-
-    @wraps(own)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        call(*args, **kwargs)
-        return own(*args, **kwargs)
-
-    setattr(owner, name, both)
 
 
 def _refuse_to_start(*_: Any, **__: Any) -> None:

@@ -36,7 +36,7 @@ from heterog.balance.loss_terms import (
     unlike_totals,
 )
 from heterog.balance.shares import BalanceError
-from heterog.errors import HeterogWarning
+from heterog.errors import HeterogWarning, OwnSamplesWarning
 
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -386,7 +386,7 @@ class MeanCounts:
         if per_sample is None or _alike([rows for _, rows in pairs]) is not None:
             return  # ranks with equally many samples cannot tell, and a width is alike on all
         rows_told = ", ".join(f"{rows:g} for {samples:g} samples" for samples, rows in pairs)
-        self._warn(_TOGETHER, rows_told)
+        self._warn(HeterogWarning, _TOGETHER, rows_told)
 
     def _compare_factors(self, told: list[list[float]]) -> None:
         """Compare the factors with which ranks add up the terms of a loss."""
@@ -397,11 +397,11 @@ class MeanCounts:
         if numbers is not None:
             raise BalanceError(_SUMMED.format(", ".join(_told(numbers, ranks))))
         if totals is not None and not self._has_warned:
-            self._warn(_FACTORS, ", ".join(_told(totals, ranks)))
+            self._warn(OwnSamplesWarning, _FACTORS, ", ".join(_told(totals, ranks)))
 
-    def _warn(self, text: str, told: str = "") -> None:
+    def _warn(self, kind: type[HeterogWarning], text: str, told: str = "") -> None:
         self._has_warned = True
-        warnings.warn(text.format(told, own=_OWN), HeterogWarning, stacklevel=6)
+        warnings.warn(text.format(told, own=_OWN), kind, stacklevel=6)
 
     def _left(self, known: _Alike, count: float, samples: float) -> _Alike:
         if known.of == Of.CLASSES:

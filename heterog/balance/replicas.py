@@ -24,7 +24,7 @@ from heterog.balance.group import RankGroup
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
 from heterog.balance.streams import fingerprint
-from heterog.errors import HeterogWarning
+from heterog.errors import HeterogWarning, OwnSamplesWarning
 from heterog.runtime.step.alike import Drift, Replicas, compared_after, drift
 
 
@@ -77,7 +77,7 @@ class ReplicaCheck:
                 "computes it from its own samples (a codebook, centers, a moving average), where "
                 "one process has all. Average over ranks what the model writes there, or train "
                 "by a plan, which writes what one device does (heterog.deploy).",
-                HeterogWarning,
+                OwnSamplesWarning,
                 stacklevel=2,
             )
             return

@@ -4,11 +4,14 @@ Right loops train as one process does; wrong ones do not, and nothing but a run 
 compute something from a rank's own samples where no graph and no weight shows it.
 """
 
+import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,8 @@ from torch.utils.data import Dataset, IterableDataset
 import heterog
 
 SAMPLES, FEATURES, CLASSES, BATCH = 24, 6, 4, 8
+LARGE = 64
+"""Samples of a batch whose parts are nearly alike."""
 
 
 class Data(Dataset[tuple[Tensor, Tensor]]):
@@ -82,6 +87,23 @@ class Codebook(nn.Module):
         with torch.no_grad():
             self.center.lerp_(x.mean(0), 0.1)
         out: Tensor = self.out(x)
+        return out
+
+
+class Level(nn.Module):
+    """Divides its input by a moving average of its own samples' norm."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.register_buffer("level", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x / self.level)
+        with torch.no_grad():
+            self.level.lerp_(x.norm(dim=1).mean(), 0.5)
         return out
 
 
@@ -176,7 +198,9 @@ LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "partners": partners,
     "noisy": noisy,
     "running": Running(),
+    "running, large batches": Running(),
     "autocast": autocast,
+    "level in 16 bits": autocast,
 }
 """Of kinds whose loss is another one."""
 
@@ -194,7 +218,11 @@ def data_of(kind: str) -> Dataset[Any]:
         return Data(BATCH - 3)
     if kind == "stream":
         return Stream()
-    return Data(kind=kind)
+    return Data(4 * LARGE if is_large(kind) else SAMPLES, kind)
+
+
+def is_large(kind: str) -> bool:
+    return kind.endswith(("large batches", "16 bits"))
 
 
 def model_of(kind: str) -> nn.Module:
@@ -202,6 +230,8 @@ def model_of(kind: str) -> nn.Module:
         return Attention()
     if kind == "codebook":
         return Codebook()
+    if kind.startswith("level"):
+        return Level()
     layers = {"dropout": nn.Dropout(0.5), "batch norm": nn.BatchNorm1d(16)}
     return net(layers[kind]) if kind in layers else net()
 
@@ -209,9 +239,16 @@ def model_of(kind: str) -> nn.Module:
 def main() -> None:
     kind = sys.argv[1]
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(model_of(kind))
+    own = model_of(kind)
+    if kind == "compiled":
+        own = compiled(own)
+    if kind == "resumes" and Path("last.pt").exists():
+        own.load_state_dict(torch.load("last.pt"))
+    model = DistributedDataParallel(own)
     options: dict[str, Any] = {"fits": 3, "micro_batches": True} if kind == "micro-batches" else {}
-    balancer = heterog.Balancer(model, global_batch_size=BATCH, **options)
+    balancer = heterog.Balancer(
+        model, global_batch_size=LARGE if is_large(kind) else BATCH, **options
+    )
     parameters = list(model.parameters())
     scale = nn.Parameter(torch.ones(CLASSES))
     if kind == "beside":
@@ -232,6 +269,10 @@ def main() -> None:
         backward(x, y)
         return balancer.mean_loss()
 
+    if kind == "level in 16 bits":
+        warnings.filterwarnings("ignore")
+    if kind == "leaves":
+        os._exit(0)
     while kind == "without a balancer":  # a check ends it
         optimizer.step()
     for _ in range(3):
@@ -248,10 +289,34 @@ def main() -> None:
             if kind != "no updates":
                 optimizer.step()
             optimizer.zero_grad()
-            if kind == "overwrites":
-                torch.save(model.state_dict(), "last.pt")
+            save(kind, own)
             if kind == "ends":
                 return
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """Compile by a call, and by a decorator."""
+    decorate: Any = torch.compile(fullgraph=True)
+    model.forward = decorate(model.forward)
+    whole: Any = torch.compile(model, fullgraph=True)
+    return whole  # type: ignore[no-any-return]
+
+
+def save(kind: str, model: nn.Module) -> None:
+    """Write files as loops do."""
+    if dist.get_rank():
+        return
+    if kind in ("overwrites", "resumes"):
+        torch.save(obj=model.state_dict(), f="last.pt")
+    if kind == "safetensors":
+        from safetensors.torch import save_file
+
+        save_file(model.state_dict(), "last.pt")
+    if kind == "appends":
+        with open("last.pt", "a") as file:
+            file.write("a step")
+    if kind == "moves":
+        os.rename("last.pt", "old.pt")
 
 
 def misbehave(kind: str) -> None:

@@ -41,7 +41,7 @@ def on_two(loss: Loss, sizes: tuple[int, int] = (8, 5), *, is_stated: bool = Fal
             output = x.requires_grad_().clone()  # of a model, no parameter
             means = MeanCounts(group)
             means.check(loss(output), samples, 0, looks=True, is_stated=is_stated)
-    return [str(each.message) for each in told if each.category is HeterogWarning]
+    return [str(each.message) for each in told if issubclass(each.category, HeterogWarning)]
 
 
 def kinds(x: Tensor) -> Tensor:
