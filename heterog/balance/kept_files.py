@@ -39,6 +39,7 @@ class KeptFiles:
 
     def watch(self) -> None:
         """Follow this process, until it ends."""
+        tempfile.gettempdir()  # it opens files to find out, while it holds a lock
         sys.addaudithook(self.hook)
         call_before(torch, "save", lambda *given, **named: self.write(_given(given, named, "f")))
         try:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import stat
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -269,3 +270,20 @@ def test_command_prints_a_verdict(
         "",
         "heterog: --shares '3:1': give whole numbers with commas, one for each rank.\n",
     )
+
+
+def test_files_are_followed_before_the_temporary_folder_is_known(tmp_path: Path) -> None:
+    """To find that folder Python opens files while it holds a lock."""
+    script = (
+        "import tempfile, time\n"
+        "from heterog.balance.kept_files import KeptFiles\n"
+        "tempfile.tempdir = None\n"
+        "kept = KeptFiles(time.time())\n"
+        "kept.watch()\n"
+        "open('made', 'w').close()\n"
+        "print(*kept.made)\n"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert made.stdout.split() == [str(tmp_path / "made")], made.stderr
