@@ -13,7 +13,6 @@ samples differ by nature.
 import json
 import math
 import os
-import random
 import re
 import runpy
 import sys
@@ -24,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,7 +41,7 @@ from heterog.balance.kept_files import KeptFiles, call_before
 from heterog.balance.loss_probe import FixedDraws
 from heterog.balance.sampler import ShareSampler
 from heterog.errors import HeterogError, HeterogWarning, OwnSamplesWarning
-from heterog.graph.python_state import same_draws
+from heterog.graph.python_state import same_draws, seed_all
 from heterog.runtime.accelerators import CPU_BACKEND, device_count, is_accelerated
 from heterog.user_code import where_it_failed
 
@@ -327,13 +325,6 @@ class Draws(FixedDraws):  # type: ignore[no-untyped-call]
             elif is_accelerated(made):
                 self.eps = max(self.eps, _EPS_OF_PRODUCTS)
         return made
-
-
-def seed_all(seed: int) -> None:
-    """Let all that this process draws from now on follow from a seed."""
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - scripts draw from numpy's global generator
-    torch.manual_seed(seed)
 
 
 def _draw_by_sample(draws: Draws, *, is_reversed: bool) -> None:

@@ -7,38 +7,25 @@ looks there if its loop has not moved for ten seconds, and prints one line if it
 rank. It ends nothing: that a process waits in vain is likely then, but not certain.
 """
 
-import atexit
 import itertools
 import json
 import sys
 import threading
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from heterog.balance.group import RankGroup
 from heterog.balance.sampler import ShareSampler
+from heterog.runtime.lookout import HETEROG, NUM_LOOKS, STORE_IS_GONE, Lookout, users_line
 
-LOOK_S = 1.0
-"""Seconds between looks at the loop of this rank."""
-NUM_LOOKS = 10
-"""Looks that find the loop in one place, after which it may wait for another rank."""
-
-_STORE_IS_GONE = RuntimeError, ValueError
-"""Errors of a store whose rank has ended, and of a process group that has been destroyed."""
-_HETEROG, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
-_STANDARD_LIBRARY = Path(threading.__file__).parent
-_PACKAGES = {"site-packages", "dist-packages"}
+_TORCH = Path(torch.__file__).parent
 _NO_EXCEPTION = None, (None, None, None)  # the latter before Python 3.12
 _num_made = itertools.count()
-_ENDS = threading.Event()
-_THREADS: "WeakSet[threading.Thread]" = WeakSet()
 
 
 class Place(NamedTuple):
@@ -72,7 +59,7 @@ class Leaving:
         self._seen: object = None
         self._num_seen = 0  # looks in a row that saw that
         self._told = 0  # number of the pass that a line was printed for
-        self._thread: threading.Thread | None = None
+        self._lookout: Lookout | None = None
 
     def begin_pass(self, sampler: ShareSampler | None) -> None:
         """Note that the loop of a loader begins; without one, its end would not be known."""
@@ -89,11 +76,8 @@ class Leaving:
             self._num_passes = number = self._num_passes + 1
         self._loops_in = threading.get_ident()
         self._at = self._open[sampler] = Place(number, step, is_weighed=True)
-        if self._thread is None or not self._thread.is_alive():  # it may be a forked process
-            _end_looks_at_exit()
-            self._thread = threading.Thread(target=_look_often, args=(ref(self),), daemon=True)
-            self._thread.start()
-            _THREADS.add(self._thread)
+        if self._lookout is None or not self._lookout.is_alive:
+            self._lookout = Lookout(self)
 
     def end_step(self, sampler: ShareSampler) -> None:
         """Note that the loop asks for the next step."""
@@ -106,11 +90,10 @@ class Leaving:
         place = self._open.pop(sampler, None)
         if place is None or not place.number or not sampler.is_inside or not dist.is_initialized():
             return
-        said = (
-            f"rank {self._group.rank} left its loop in step {place.step} of epoch {sampler.epoch}"
-            f"{_place_of_loop()}"
-        )
-        with suppress(*_STORE_IS_GONE):  # the first rank that leaves a pass is the reason
+        line = users_line(sys._getframe())
+        said = f"rank {self._group.rank} left its loop in step {place.step} of epoch "
+        said += f"{sampler.epoch} ({line})" if line else str(sampler.epoch)
+        with suppress(*STORE_IS_GONE):  # the first rank that leaves a pass is the reason
             _store().compare_set(f"{self._key}/{place.number}", "", json.dumps([*place, said]))
 
     def look(self) -> None:
@@ -148,47 +131,10 @@ class Leaving:
         if frame is None or handled not in _NO_EXCEPTION:
             return None
         path = Path(frame.f_code.co_filename)
-        if not at.is_weighed and not {_TORCH, _HETEROG} & set(path.parents):
+        if not at.is_weighed and not {_TORCH, HETEROG} & set(path.parents):
             return None
         return at, id(frame), frame.f_lasti
 
 
 def _store() -> dist.Store:  # type: ignore[name-defined]
     return dist.distributed_c10d._get_default_store()
-
-
-def _look_often(held: "ref[Leaving]") -> None:
-    """Look every second, as long as the balancer and the process group exist."""
-    while not _ENDS.wait(LOOK_S):
-        leaving = held()
-        if leaving is None or not dist.is_initialized():
-            return
-        try:
-            leaving.look()
-        except _STORE_IS_GONE:
-            return
-        del leaving
-
-
-@cache
-def _end_looks_at_exit() -> None:
-    atexit.register(_end_looks)
-
-
-def _end_looks() -> None:
-    """End the threads: one that returned from the store later would abort the process."""
-    _ENDS.set()
-    for thread in list(_THREADS):
-        thread.join(10)
-
-
-def _place_of_loop() -> str:
-    """File and line where the loop was left, in brackets; none if no code of the user is found."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        is_known = {_HETEROG, _STANDARD_LIBRARY} & set(path.parents) or _PACKAGES & set(path.parts)
-        if not is_known and not path.name.startswith("<"):
-            return f" ({path.name}:{frame.f_lineno})"
-        frame = frame.f_back
-    return ""

@@ -500,6 +500,13 @@ def random_states(generators: Iterable[torch.Generator] = ()) -> Callable[[], No
     return put_back
 
 
+def seed_all(seed: int) -> None:
+    """Let all that this process draws from now on follow from a seed."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - models and data sets draw from numpy's global generator
+    torch.manual_seed(seed)
+
+
 @contextmanager
 def torchs_defaults() -> Iterator[None]:
     """Make tensors in the body as torch starts with, whatever a model's file has set."""

@@ -9,7 +9,6 @@ import json
 import math
 import multiprocessing
 import os
-import random
 import socket
 import statistics
 import sys
@@ -21,7 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -30,6 +28,7 @@ from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.files import wait_for_file, write_atomically, write_json
 from heterog.graph.capture import CapturedStep
+from heterog.graph.python_state import seed_all
 from heterog.graph.workload import Workload
 from heterog.lowering.program import FloatArray
 from heterog.runtime.accelerators import (
@@ -123,9 +122,7 @@ def meet(timeout_s: float) -> Any:
 
 def draw_alike() -> None:
     """Seed all random generators, because all ranks have to draw the same batch."""
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - workloads draw from numpy's global generator
-    torch.manual_seed(0)
+    seed_all(0)
 
 
 def tell(stage: str) -> None:

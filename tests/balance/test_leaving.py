@@ -18,6 +18,7 @@ from heterog.balance.group import RankGroup
 from heterog.balance.leaving import Leaving
 from heterog.balance.replicas import SameDeals
 from heterog.balance.sampler import ShareSampler
+from heterog.runtime import lookout
 from tests.balance.test_same_deals import data, sampler
 from tests.balance.test_updates import net, numbers
 from tests.runtime.ranks import Ranks
@@ -47,7 +48,7 @@ def leave_in_first_pass(rank: int, leaves: set[int], num_passes: int) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     balancer = Balancer(model, global_batch_size=4, shares=[3, 1], interval=0)
     loader = balancer.loader(numbers())
-    with mock.patch.object(leaving, "LOOK_S", 0.01), mock.patch("sys.stderr", ears):
+    with mock.patch.object(lookout, "LOOK_S", 0.01), mock.patch("sys.stderr", ears):
         for number in range(num_passes):
             for step, (inputs, kinds) in enumerate(loader):
                 loss = functional.cross_entropy(model(inputs), kinds)
@@ -109,7 +110,7 @@ class Loop:
         """Do not move, longer than it takes to look at the others."""
         frames = {threading.get_ident(): sys._getframe()}
         with mock.patch("sys._current_frames", return_value=frames):
-            for _ in range(2 * leaving.NUM_LOOKS):
+            for _ in range(2 * lookout.NUM_LOOKS):
                 self.leaving.look()
 
 
@@ -117,7 +118,7 @@ class Loop:
 def loops() -> Iterator[tuple[Loop, Loop]]:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with (
-        mock.patch.multiple(leaving, _store=lambda: store, _look_often=lambda _: None),
+        mock.patch.multiple(leaving, _store=lambda: store, Lookout=mock.MagicMock()),
         mock.patch("torch.distributed.is_initialized", return_value=True),
     ):
         yield Loop(0), Loop(1)
@@ -219,7 +220,7 @@ def test_loops_whose_end_is_not_known_are_not_watched(loops: tuple[Loop, Loop]) 
     loop.leaving.begin_pass(None)
     loop.step_to(1).weigh(1)
     assert loop.leaving._at is None
-    assert loop.leaving._thread is None
+    assert loop.leaving._lookout is None
 
 
 def test_a_sampler_is_not_kept() -> None:

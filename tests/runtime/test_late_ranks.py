@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from heterog.graph.grouping import group_ops
+from heterog.runtime import lookout
 from heterog.runtime.deploy import deploy
-from heterog.runtime.step import late_ranks
 from heterog.runtime.step.alike import BatchShapes
 from heterog.runtime.step.late_ranks import LateRanks
 from heterog.search.plan import load_plan
@@ -48,7 +48,7 @@ class Job:
 
 @pytest.fixture
 def job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(late_ranks, "LOOK_S", 3600.0)  # looks are called here
+    monkeypatch.setattr(lookout, "LOOK_S", 3600.0)  # looks are called here
     return Job(3, capsys)
 
 
@@ -88,7 +88,7 @@ TOLD = "rank 2 has not begun step 3, in which others wait for it"
 def broken_off(rank: int, path: str) -> list[str]:
     """Rank 2 ends its loop a step early; what each rank has printed until it goes on."""
     said = io.StringIO()
-    with mock.patch.object(late_ranks, "LOOK_S", 0.01), redirect_stderr(said):
+    with mock.patch.object(lookout, "LOOK_S", 0.01), redirect_stderr(said):
         with captured_once("mlp"):
             step = deploy(workload_of("mlp"), load_plan(path))
         for number in range(3):

@@ -6,31 +6,13 @@ half an hour. So a thread of each rank looks, once its loop has stood in one pla
 how many steps all ranks have begun. It ends nothing: a rank that is late may only be slow.
 """
 
-import atexit
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
-from types import FrameType
-from weakref import ref
+from contextlib import contextmanager
 
-import torch
-
+from heterog.runtime.lookout import NUM_LOOKS, Lookout, users_line
 from heterog.runtime.step.alike import BatchShapes
-
-LOOK_S = 1.0
-"""Seconds between looks at the loop of this rank."""
-_NUM_LOOKS = 10
-"""Looks that find the loop in one place, after which a line is printed; each doubles them."""
-_GONE = RuntimeError, ValueError
-"""Errors of a store whose rank has ended, and of a process group that has been destroyed."""
-_LIBRARIES = {
-    *(Path(__file__).parents[2], Path(torch.__file__).parent, Path(threading.__file__).parent)
-}
-_LOOKING: dict[threading.Thread, threading.Event] = {}
-"""The threads that look, and what ends each."""
 
 
 class LateRanks:
@@ -49,22 +31,17 @@ class LateRanks:
         self._seen: object = None
         self._num_seen = 0
         self._told: object = None
-        self._patience = _NUM_LOOKS
-        self._thread: threading.Thread | None = None
+        self._patience = NUM_LOOKS  # each line doubles it
+        self._lookout: Lookout | None = None
 
     def start(self) -> None:
         """Look from now on, in a thread."""
-        _end_looks_at_exit()
-        ends = threading.Event()
-        self._thread = threading.Thread(target=_look_often, args=(ref(self), ends), daemon=True)
-        _LOOKING[self._thread] = ends
-        self._thread.start()
+        self._lookout = Lookout(self)
 
     def close(self) -> None:
         """End the looks."""
-        if (thread := self._thread) in _LOOKING:
-            _LOOKING[thread].set()
-            thread.join(LOOK_S)
+        if self._lookout is not None:
+            self._lookout.close()
 
     def begin_step(self) -> None:
         """Note that the loop has called the step."""
@@ -99,7 +76,8 @@ class LateRanks:
             said += f"{'have' if len(late) > 1 else 'has'} not begun it"
         elif not self._is_inside and own < most:
             said = f"rank {self._rank} has not begun step {own + 1}, in which others wait for it; "
-            said += f"it is {_place(self._loops_in)}"
+            line = users_line(sys._current_frames().get(self._loops_in))
+            said += f"it is at {line}" if line else "it is outside of its loop"
         else:
             return
         self._told, self._patience = at, self._patience * 2
@@ -114,38 +92,3 @@ class LateRanks:
 
 def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {' and '.join(map(str, numbers))}"
-
-
-def _place(thread: int) -> str:
-    """File and line of the user's code in which a thread is."""
-    frame: FrameType | None = sys._current_frames().get(thread)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if not _LIBRARIES & set(path.parents) and not path.name.startswith("<"):
-            return f"at {path.name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "outside of its loop"
-
-
-def _look_often(held: "ref[LateRanks]", ends: threading.Event) -> None:
-    """Look every second, as long as the step exists and is not closed."""
-    while not ends.wait(LOOK_S):
-        late_ranks = held()
-        if late_ranks is None:
-            break
-        with suppress(*_GONE):
-            late_ranks.look()
-        del late_ranks
-    _LOOKING.pop(threading.current_thread(), None)
-
-
-@cache
-def _end_looks_at_exit() -> None:
-    atexit.register(_end_looks)
-
-
-def _end_looks() -> None:
-    """End the threads: one that returned from the store later would abort the process."""
-    for thread, ends in list(_LOOKING.items()):
-        ends.set()
-        thread.join(10)
