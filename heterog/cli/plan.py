@@ -96,9 +96,6 @@ def plan(
     samples: SamplesOption = None,
     tokens: TokensOption = None,
     deadline: DeadlineOption = "",
-    no_library: Annotated[
-        bool, typer.Option("--no-library", hidden=True, help="ignored, until 0.4.0")
-    ] = False,
     asynchronous: AsynchronousOption = "",
     background: Annotated[
         str,
@@ -167,13 +164,6 @@ def plan(
     from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
 
-    if no_library:
-        warnings.warn(
-            "--no-library does nothing: plans of the past no longer start searches. The option "
-            "goes with 0.4.0.",
-            HeterogWarning,
-            stacklevel=1,
-        )
     written = output, trace, report, save_config
     not_replaced(run_file(context), "the run file", *written)
     limit = _slow_down_limit(slow_down, background, background_batch)

@@ -228,9 +228,6 @@ def run(
             "pay",
         ),
     ] = None,
-    rendezvous: Annotated[
-        str, typer.Option("--rendezvous", "--host", hidden=True, help="refused, until 0.4.0")
-    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Train with a plan on local processes or a testbed.
@@ -241,11 +238,6 @@ def run(
     from heterog.runtime.request import RunRequest
     from heterog.units import parse_seconds
 
-    if rendezvous:
-        raise HeterogError(
-            "--rendezvous and --host are gone: on several hosts jobs heal on a Ray cluster; run "
-            "ray start on each, and once, anywhere, heterog run plan.json --heal --on ray."
-        )
     request = RunRequest(
         plan=plan,
         model=model,
