@@ -12,7 +12,7 @@ from heterog.lowering.kernels import by_reference, helper
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.sparse_tables import SparseRows
 from heterog.lowering.tables import Domain, GraphTables
-from heterog.lowering.tape import NO_SCHEDULE, Turns, encode_turns
+from heterog.lowering.tape import NO_SCHEDULE, Scratch, Tape, Turns, encode_turns
 from heterog.lowering.value_reads import Recut
 from heterog.modes.mode import EncodedMode
 from heterog.strategy.division import (
@@ -104,6 +104,15 @@ class Choice(NamedTuple):
     # Number of lanes of a fold that hold whole slice groups; 0: no number, -1: any number does.
     num_slice_lanes: int = -1
     modes: tuple[EncodedMode, ...] = ()  # empty when the choice is passed to kernels
+
+
+class Lowering(NamedTuple):
+    """What lowering reads and writes, which its helpers pass on."""
+
+    tables: GraphTables
+    choice: Choice
+    scratch: Scratch
+    tape: Tape
 
 
 class DivisionRows(NamedTuple):
