@@ -7,17 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from families.family import (
-    BATCH,
-    BFLOAT16,
-    FLOAT32,
-    Batch,
-    Family,
-    enter,
-    family,
-    sgd,
-    trained,
-)
+from families.family import BATCH, BFLOAT16, FLOAT32, Batch, Family, enter, family, sgd, trained
 from heterog.graph.workload import Workload
 
 VOCABULARY = 50

@@ -156,9 +156,7 @@ def plan(
     """
     from heterog.cli.found import Found
     from heterog.methods.planner import Budget
-    from heterog.search.allotment import (
-        Allotment,
-    )
+    from heterog.search.allotment import Allotment
     from heterog.search.objective import Objective
     from heterog.search.plan import make_plan, parse_orders
     from heterog.search.request import Request, Session

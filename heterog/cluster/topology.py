@@ -541,9 +541,7 @@ class Cluster:
         Raises:
             ClusterError: A field is missing, unknown or makes no sense.
         """
-        from heterog.cluster.spec import (
-            cluster_from_dict,  # its records are built on this module
-        )
+        from heterog.cluster.spec import cluster_from_dict  # its records are built on this module
 
         return cluster_from_dict(record)
 

@@ -33,12 +33,7 @@ from heterog.lowering.sends import (
 )
 from heterog.lowering.tables import KIND_NUMBER, GraphTables
 from heterog.lowering.tape import APART, NUM_BUFFERS, Scratch
-from heterog.lowering.value_collectives import (
-    gather,
-    gather_in_teams,
-    reduce,
-    reduce_in_teams,
-)
+from heterog.lowering.value_collectives import gather, gather_in_teams, reduce, reduce_in_teams
 from heterog.lowering.value_reads import FORWARD_PASS
 
 

@@ -21,12 +21,7 @@ from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.strategy import (
-    REPLICATED,
-    Decision,
-    Strategy,
-    Sync,
-)
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.sync import Sharded
 
 MicroBatches = tuple[tuple[int, ...], ...]

@@ -11,14 +11,7 @@ from heterog.lowering.kernels import helper
 from heterog.lowering.program import TaskKind
 from heterog.lowering.sends import bytes_of
 from heterog.lowering.tables import KIND_NUMBER, GraphTables
-from heterog.lowering.tape import (
-    Scratch,
-    Tape,
-    set_units,
-    write_buffer,
-    write_read,
-    write_task,
-)
+from heterog.lowering.tape import Scratch, Tape, set_units, write_buffer, write_read, write_task
 from heterog.lowering.value_reads import ANY_PASS
 
 _S = KIND_NUMBER["S"]

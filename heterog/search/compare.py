@@ -10,9 +10,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import ENDLESS, MethodRow, Spending, Stop
 from heterog.methods.registry import AUTO
 from heterog.pricing.cost_model import CostModel
-from heterog.search.allotment import (
-    NOISE_PART,
-)
+from heterog.search.allotment import NOISE_PART
 from heterog.search.issue_order import IssuedSteps, Rehearse
 from heterog.search.plan_file import row_to_dict
 from heterog.search.portfolio import (

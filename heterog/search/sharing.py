@@ -5,18 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from heterog.methods.planner import (
-    Budget,
-    Candidate,
-    MethodRow,
-    Planner,
-    Problem,
-    Progress,
-    Stop,
-)
-from heterog.search.allotment import (
-    Allotment,
-)
+from heterog.methods.planner import Budget, Candidate, MethodRow, Planner, Problem, Progress, Stop
+from heterog.search.allotment import Allotment
 from heterog.search.judging import (
     JUDGED_PART,
     STARVED,

@@ -16,13 +16,7 @@ from heterog.lowering.program import OP_KINDS, RECUT_KINDS, SLOT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.op_inputs import Need, Source
-from heterog.runtime.step.rank_program import (
-    WINDOW,
-    Near,
-    RankProgram,
-    gathered,
-    nearest,
-)
+from heterog.runtime.step.rank_program import WINDOW, Near, RankProgram, gathered, nearest
 from heterog.runtime.step.recipes import Begin, Notes, Recipe
 from heterog.runtime.step.spans import (
     EVERY,
