@@ -26,6 +26,7 @@ from heterog.records import (
     NumBytes,
     Text,
     Word,
+    parse_dataclass,
     parse_record,
 )
 from heterog.runtime.checkpoint.boxes import Box, check_tiling, whole_box
@@ -245,31 +246,13 @@ def to_json(items: Mapping[str, SavedTensor | SavedOptimizer]) -> dict[str, Any]
 
 def tensors_from_json(record: Mapping[str, Any]) -> dict[str, SavedTensor]:
     """Tensors by name, from records of the index."""
-    return {
-        str(name): SavedTensor(
-            shape=tuple(int(size) for size in each["shape"]),
-            dtype=str(each["dtype"]),
-            file=str(each["file"]),
-            offset=int(each["offset"]),
-            num_bytes=int(each["num_bytes"]),
-            sha256=str(each.get("sha256", "")),
-            whole=str(each.get("whole", "")),
-            whole_shape=tuple(int(size) for size in each.get("whole_shape", ())),
-            offsets=tuple(int(first) for first in each.get("offsets", ())),
-        )
-        for name, each in record.items()
-    }
+    return parse_dataclass(record, dict[str, SavedTensor], "the index of a rank")
 
 
 def states_from_json(record: Mapping[str, Any]) -> dict[str, SavedOptimizer]:
     """States of the optimizer by parameter, from records of the index."""
     return {
-        str(name): SavedOptimizer(
-            options=dict(each["options"]),
-            tensors=tuple(map(str, each["tensors"])),
-            values=dict(each["values"]),
-            group=int(each.get("group", 0)),
-        )
+        name: SavedOptimizer(**{**each, "tensors": tuple(each["tensors"])})
         for name, each in record.items()
     }
 
