@@ -154,7 +154,7 @@ def plan(
     Prints the answer in at most 15 lines; --explain prints everything there is to say. In place of
     the model a run file (.yaml) may stand, with the options as its lines.
     """
-    from heterog.cli.found import Found
+    from heterog.cli.found import PlanAnswer
     from heterog.methods.planner import Budget
     from heterog.search.allotment import Allotment
     from heterog.search.objective import Objective
@@ -234,7 +234,7 @@ def plan(
         from heterog.report.html import write_report
 
         write_report(report, best, explanation=explanation)
-    found = Found(
+    found = PlanAnswer(
         plan=best,
         explanation=explanation,
         about_codec=about_codec,

@@ -216,7 +216,7 @@ class _Cuts:
         return DivisionRows(micro, of_device, units, whole)
 
 
-class Decided(NamedTuple):
+class DistinctDecisions(NamedTuple):
     """The decisions of all groups.
 
     Attributes:
@@ -257,7 +257,7 @@ class Encoder:
 
     def encode(
         self,
-        decided: Decided,
+        decided: DistinctDecisions,
         *,
         micro_batches: MicroBatches,
         schedule: PipelineSchedule,
@@ -409,7 +409,11 @@ class Encoder:
         return padded.reshape(-1, self._num_devices)
 
     def _turns(
-        self, schedule: PipelineSchedule, decided: Decided, division: IntArray, shares: IntArray
+        self,
+        schedule: PipelineSchedule,
+        decided: DistinctDecisions,
+        division: IntArray,
+        shares: IntArray,
     ) -> Turns:
         if schedule.is_default:
             return NO_SCHEDULE
@@ -564,7 +568,7 @@ def encode(
     )
 
 
-def _numbered(decisions: Sequence[Decision]) -> Decided:
+def _numbered(decisions: Sequence[Decision]) -> DistinctDecisions:
     """Number the distinct decisions."""
     numbers: dict[Decision, int] = {}
     of_object: dict[int, int] = {}  # by identity, because groups share objects
@@ -572,7 +576,7 @@ def _numbered(decisions: Sequence[Decision]) -> Decided:
         if id(decision) not in of_object:
             of_object[id(decision)] = numbers.setdefault(decision, len(numbers))
     of_group = np.array([of_object[id(decision)] for decision in decisions], np.int32)
-    return Decided(list(numbers), of_group)
+    return DistinctDecisions(list(numbers), of_group)
 
 
 @helper

@@ -12,7 +12,7 @@ from heterog.search.judging import (
     STARVED,
     Contender,
     Ran,
-    Turn,
+    SeatTurn,
     can_be_sent,
     deal,
     next_of,
@@ -355,7 +355,7 @@ class SharesTogether(Shares):
         self._progress(f"{what}, {len(parts)} at a time", 0.0, _best_s(self.rows.values()))
         seeds = tuple(self._candidates)
         turns = [
-            Turn(
+            SeatTurn(
                 methods=tuple(seat),
                 seeds=seeds,
                 seed=self._asked.seed + number,

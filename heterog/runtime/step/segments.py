@@ -45,9 +45,9 @@ from heterog.runtime.step.recipes import Begin, Like, Recipe
 from heterog.runtime.step.replays import Replay
 from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import DueTask
-from heterog.runtime.step.values import Held, Values
+from heterog.runtime.step.values import HeldValue, Values
 
-Segment = Callable[[dict[int, Held], Mapping[int, Tensor], StepUpdates, int], None]
+Segment = Callable[[dict[int, HeldValue], Mapping[int, Tensor], StepUpdates, int], None]
 """Takes the held values, the batch, the state of the step and its number."""
 
 
@@ -226,7 +226,7 @@ class _Body:
 
     def function(self, parameters: str) -> Callable[..., Any]:
         """The function."""
-        names: dict[str, Any] = {"Held": Held}
+        names: dict[str, Any] = {"HeldValue": HeldValue}
         exec(_compiled(self._text(parameters)), names)
         made: Callable[..., Any] = names["make"](*(value for _, value in self._constants.values()))
         return made

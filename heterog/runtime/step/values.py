@@ -40,7 +40,7 @@ _READS_VALUES = SLOT_KINDS | OP_KINDS | RECUT_KINDS
 
 
 @dataclass(slots=True)
-class Held:
+class HeldValue:
     """Contents of a buffer: a tensor, perhaps still under way, and the part of the value in it.
 
     Attributes:
@@ -136,7 +136,7 @@ class Values:
                 tensor = part.graph.updates[row][1]
                 if part.sliced_of_tensor.get(tensor) is bucket:
                     self._span[tensor] = slice(begin, begin + size)
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldValue] = {}
         self.batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
         self._readers: dict[tuple[Spans | None, int], Reader] = {}
@@ -320,7 +320,7 @@ class Values:
         buffer = self._buffers[self._part.graph.ops[op].inputs[position]]
         put(buffer, place, reader.all_units, reader.units[0], value)
 
-    def gradient(self, tensor: int, near: Near, held: Held, reader: Reader) -> Tensor:
+    def gradient(self, tensor: int, near: Near, held: HeldValue, reader: Reader) -> Tensor:
         """A gradient, as made or as gathered, through the views of it.
 
         Args:
@@ -486,7 +486,7 @@ class Values:
         )
 
 
-def rows_held(held: Held, size: int, all_units: int) -> RowSet:
+def rows_held(held: HeldValue, size: int, all_units: int) -> RowSet:
     """Rows of a tensor that are held: those gathered, those of some units, or all."""
     if held.rows is not None:
         return held.rows
