@@ -357,11 +357,7 @@ def default_rule(batch_size: int) -> ElasticRule:
 
 
 def _check(
-    batch_size: int,
-    window: int,
-    speeds: Sequence[float] | None,
-    num_ranks: int,
-    rule: ElasticRule,
+    batch_size: int, window: int, speeds: Sequence[float] | None, num_ranks: int, rule: ElasticRule
 ) -> None:
     if not 1 <= rule.least <= batch_size <= rule.most or rule.step < 1:
         raise BalanceError(

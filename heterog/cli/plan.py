@@ -139,8 +139,7 @@ def plan(
         bool, typer.Option("--no-changes", help="do not simulate what buying something would save")
     ] = False,
     why: Annotated[
-        bool,
-        typer.Option("--explain", help="also print every method, what was decided, and why"),
+        bool, typer.Option("--explain", help="also print every method, what was decided, and why")
     ] = False,
     save_config: Annotated[
         Path | None,

@@ -132,9 +132,7 @@ def run(
     model: Annotated[
         str,
         typer.Option(
-            "--model",
-            help="if the plan does not name it",
-            autocompletion=completion.models,
+            "--model", help="if the plan does not name it", autocompletion=completion.models
         ),
     ] = "",
     sources: SourceOption = None,
@@ -154,9 +152,7 @@ def run(
         str, typer.Option("--step-timeout", help="after which a step counts as hung")
     ] = "300s",
     save: Annotated[
-        Path | None,
-        typer.Option("--save", help="folder for a checkpoint at the end"),
-        CHECKPOINT,
+        Path | None, typer.Option("--save", help="folder for a checkpoint at the end"), CHECKPOINT
     ] = None,
     resume: Annotated[
         Path | None,
@@ -189,8 +185,7 @@ def run(
         JSON,
     ] = None,
     heal: Annotated[
-        bool,
-        typer.Option("--heal", help="go on with another plan when a rank is lost or slow"),
+        bool, typer.Option("--heal", help="go on with another plan when a rank is lost or slow")
     ] = False,
     redundancy: Annotated[
         int | None,

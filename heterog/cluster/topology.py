@@ -221,9 +221,7 @@ def inner_resources(
         port_of.append((first + len(resources), first + len(resources) + len(names) - 1))
         resources += [
             LinkResource(
-                name=name,
-                bandwidth_bytes_per_s=host.intra.bandwidth_bytes_per_s,
-                host_index=index,
+                name=name, bandwidth_bytes_per_s=host.intra.bandwidth_bytes_per_s, host_index=index
             )
             for name in names
         ]

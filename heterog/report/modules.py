@@ -313,11 +313,7 @@ def range_names(ranges: Sequence[Range]) -> list[str]:
         return [range_name(each) for each in ranges]
     return [
         range_name(
-            replace(
-                each,
-                first=each.first.partition(".")[2],
-                last=each.last.partition(".")[2],
-            )
+            replace(each, first=each.first.partition(".")[2], last=each.last.partition(".")[2])
         )
         for each in ranges
     ]

@@ -575,11 +575,7 @@ def _in_lines(text: str, room: int, most: int) -> list[str]:
     if not text:
         return []
     return textwrap.wrap(
-        " ".join(text.split()),
-        room,
-        max_lines=most,
-        placeholder=" ...",
-        break_on_hyphens=False,
+        " ".join(text.split()), room, max_lines=most, placeholder=" ...", break_on_hyphens=False
     )
 
 

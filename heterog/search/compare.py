@@ -103,10 +103,7 @@ def compare_methods(request: Request, session: Session | None = None) -> Compari
     if has_auto:
         rows.append(_picked(rows, rows))
     bound = lower_bound_s(
-        request.graph,
-        request.cluster,
-        evaluator.cost_model,
-        with_op_rules=use_op_rules(rows),
+        request.graph, request.cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows)
     ).seconds
     if request.step_barrier:
         assert_not_below(rows, bound)

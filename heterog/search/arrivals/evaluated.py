@@ -64,10 +64,7 @@ class EvaluatedCluster:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        jobs: Mapping[str, TrainingJob],
-        methods: Sequence[str] = METHODS,
+        self, cluster: Cluster, jobs: Mapping[str, TrainingJob], methods: Sequence[str] = METHODS
     ) -> None:
         self.cluster = cluster
         self.jobs = dict(jobs)
