@@ -24,20 +24,8 @@ _TABLES = ("MmBackward", "BmmBackward", "Cdist")
 _SHIFTS = ("RollBackward", "FlipBackward")
 _PRODUCTS = ("MulBackward", "DivBackward")
 _LINEAR = (
-    *(
-        "Add",
-        "Sub",
-        "Rsub",
-        "NanToNum",
-        "Neg",
-        "Sum",
-        "Mean",
-        "ToCopy",
-        "Clone",
-        "Alias",
-        "_DDPSink",
-        "Where",
-    ),
+    *("Add", "Sub", "Rsub", "NanToNum", "Neg", "Sum", "Mean"),
+    *("ToCopy", "Clone", "Alias", "_DDPSink", "Where"),
     *("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "TBackward"),
     *("Expand", "Repeat", "Select", "Slice", "Split", "Unbind", "Stack", "Cat", "Index", "Gather"),
     *("Permute", "MaskedFill", "Diagonal", "Trace", "Clamp"),  # most clamps are only guards
