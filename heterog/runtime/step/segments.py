@@ -6,7 +6,7 @@ consecutive ops are one function of generated Python, straight-line code on loca
     v0 = batch[c0]
     v1 = addmm(parameters[c1], cut(v0, c2, 8, 0, 4), t(parameters[c3]))
     del v0
-    held[c4] = Held(v1, c5, c6)
+    held[c4] = HeldValue(v1, c5, c6)
 
 Everything else (communication, conversions, ops that need more of the step than tensors) is a turn
 of its own between two segments, in the same order as before. A value is dropped after the last op
@@ -363,7 +363,7 @@ class _Writer:
                 if self._compiles and buffer in self._given.strides:
                     stride = constant(self._given.strides[buffer])
                     value = f"{constant(lying_as)}({name}, {stride})"
-                self._after.append(f"held[{constant(buffer)}] = Held({value}, {share})")
+                self._after.append(f"held[{constant(buffer)}] = HeldValue({value}, {share})")
                 self._outputs[name] = buffer in self._given.sent
             else:
                 self._own.add(buffer)
