@@ -37,9 +37,7 @@ def strategies(evaluator: Evaluator) -> dict[str, Strategy]:
         "all_reduce": uniform_strategy(evaluator, decision),
         "ddp": uniform_strategy(evaluator, decision, bucket_bytes=DEFAULT_BUCKET_BYTES),
         "parameter_server": uniform_strategy(
-            evaluator,
-            replace(decision, sync=Sync.PARAMETER_SERVER),
-            homes=tuple(homes),
+            evaluator, replace(decision, sync=Sync.PARAMETER_SERVER), homes=tuple(homes)
         ),
     }
 

@@ -78,11 +78,7 @@ class Section:
 
 SECTIONS = {
     "paper": Section(models=MODELS, clusters=f"{PAPER},paper_8gpu_net035", budget="200e"),
-    "large": Section(
-        models=LARGE,
-        clusters=PAPER,
-        budget="300e",
-    ),
+    "large": Section(models=LARGE, clusters=PAPER, budget="300e"),
     "rates": Section(
         models=MODELS.replace("nasnet_large,", ""),
         clusters="paper_8gpu@0.2,paper_8gpu@0.5,paper_8gpu@1.0",

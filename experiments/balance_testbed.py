@@ -64,12 +64,7 @@ ALIKE = {"equal": EQUAL, "cores": alike_ranks("cores", 2, 1.0)}
 
 
 def epoch_seconds(
-    cluster: Cluster,
-    script: Path,
-    epochs: int,
-    pixels: int,
-    *,
-    alone: bool = False,
+    cluster: Cluster, script: Path, epochs: int, pixels: int, *, alone: bool = False
 ) -> list[list[float]]:
     """Seconds of each epoch that each rank printed.
 

@@ -63,13 +63,7 @@ from heterog.zoo import load_workload
 HOSTS = 4
 FAULTS = ("node", "first", "leader", "two", "cut", "frozen", "paused", "leaving", "plain")
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "torch._dynamo",
-        "heterog.healing.agent",
-        "namespaces",
-    ]
-)
+FORKS.set_forkserver_preload(["torch._dynamo", "heterog.healing.agent", "namespaces"])
 LOOP = Path(__file__).with_name("healing_loop.py").resolve()
 _LIMIT_S = 600.0
 _AFTER = 200
@@ -107,11 +101,7 @@ class Hosts:
     """
 
     def __init__(
-        self,
-        places: list[tuple[str, str]],
-        folder: Path,
-        given: list[str],
-        script: list[str],
+        self, places: list[tuple[str, str]], folder: Path, given: list[str], script: list[str]
     ) -> None:
         self._folder = folder
         self._places, self._events = places, list[Event]()

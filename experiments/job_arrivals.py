@@ -16,12 +16,7 @@ from rows import asked_of, finish, option, progress
 from heterog.agents.job_ppo import play, train_jobs
 from heterog.envs.job_partition import JobPartitionEnv
 from heterog.grouped import grouped
-from heterog.search.arrivals.profiled import (
-    DEADLINES,
-    EPISODE_S,
-    RampCluster,
-    draw_requests,
-)
+from heterog.search.arrivals.profiled import DEADLINES, EPISODE_S, RampCluster, draw_requests
 from heterog.search.arrivals.queueing import (
     RULES,
     Rule,

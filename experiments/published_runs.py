@@ -57,11 +57,7 @@ from rows import asked_of, csv_rows, finish, option, progress
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.topology import Execution
-from heterog.fidelity.comparison import (
-    Compared,
-    family_errors,
-    ordered_pairs,
-)
+from heterog.fidelity.comparison import Compared, family_errors, ordered_pairs
 from heterog.fidelity.run_fit import Case, fit_runs, largest_peak
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph

@@ -73,9 +73,7 @@ def told(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def finish(
-    asked: argparse.Namespace,
-    document: Mapping[str, Any],
-    lines: Iterable[object] | None = None,
+    asked: argparse.Namespace, document: Mapping[str, Any], lines: Iterable[object] | None = None
 ) -> None:
     """Print the document if JSON is asked for, else lines: by default its first rows in words."""
     if asked.json:

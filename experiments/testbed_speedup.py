@@ -17,14 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from rows import finish, option, script_parser, told
-from testbeds import (
-    Task,
-    measured,
-    plan_of,
-    testbed_options,
-    testbeds_and_models,
-    workload_of,
-)
+from testbeds import Task, measured, plan_of, testbed_options, testbeds_and_models, workload_of
 
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster

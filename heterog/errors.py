@@ -1,11 +1,9 @@
 """Errors that users see, each one clear line: what is wrong, how much, what to do next."""
 
-import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
-from importlib import import_module
 from typing import Any, TypeVar
 
 _Named = TypeVar("_Named")
@@ -101,16 +99,6 @@ class OwnSamplesWarning(HeterogWarning):
 
 class ExperimentalWarning(FutureWarning):
     """Something is used that may change in any release; see the page "What is stable"."""
-
-
-def moved(old: str, new: str) -> None:
-    """Keep a module's old name as an alias of the new module, with a warning."""
-    warnings.warn(
-        f"{old} is {new} now; the old name goes with 0.4.0.",
-        FutureWarning,
-        stacklevel=3,
-    )
-    sys.modules[old] = import_module(new)
 
 
 _Class = TypeVar("_Class", bound=type)

@@ -301,9 +301,7 @@ def parse_json(content: bytes, where: str) -> Any:
         raise InputFileError(f"{where} holds more values than are read; it would not fit.")
     try:
         return json.loads(
-            content.decode("utf-8-sig"),
-            object_pairs_hook=_object,
-            parse_constant=_refuse_constant,
+            content.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse_constant
         )
     except UnicodeDecodeError as error:
         raise InputFileError(

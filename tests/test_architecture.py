@@ -50,7 +50,7 @@ LAYERS = (
     {"envs", "runtime", "report", "export", "balance"},
     {"agents"},
     {"healing"},
-    {"api", "cli", "planners", "run", "heal", "__main__"},
+    {"api", "cli", "run", "heal", "__main__"},
 )
 MODES = {
     "strategy": ("__init__", "mode", "built_in"),

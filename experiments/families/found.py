@@ -221,7 +221,7 @@ enter(
             "XLMWithLMHeadModel",
             causal_batch,
         ),
-    ),
+    )
 )
 
 

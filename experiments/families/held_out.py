@@ -11,9 +11,9 @@ from families.family import BATCH, FLOAT32, Batch, Family, enter, family, traine
 from families.graphs import EDGES, NODES, edges_of_batch
 from families.language import (
     VOCABULARY,
-    causal,
     classes_batch,
     config_of,
+    decoder,
     hugging_face,
     padded_batch,
     small,
@@ -161,38 +161,22 @@ enter(
         ),
         tolerance=FLOAT32,
     ),
-    Family(
-        "phi3",
-        "Phi-3: queries, keys and values from one weight, gate and up from another.",
-        lambda: causal("Phi3", num_key_value_heads=1, batch=padded_batch),
-        tolerance=FLOAT32,
+    decoder(
+        "phi3", "Phi-3: queries, keys and values from one weight, gate and up from another.",
+        "Phi3", num_key_value_heads=1, batch=padded_batch,
     ),
-    Family(
-        "olmoe",
-        "OLMoE with the router's balance loss.",
-        lambda: causal(
-            "Olmoe",
-            num_experts=4,
-            num_experts_per_tok=2,
-            output_router_logits=True,
-            router_aux_loss_coef=0.1,
-            dtype=torch.float32,
-        ),
-        tolerance=FLOAT32,
+    decoder(
+        "olmoe", "OLMoE with the router's balance loss.", "Olmoe",
+        num_experts=4, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.1, dtype=torch.float32,
     ),
-    Family(
-        "mamba2",
-        "Mamba 2: a state space in chunks.",
-        lambda: causal(
-            "Mamba2", num_heads=4, head_dim=8, state_size=4, n_groups=1, chunk_size=4, expand=2
-        ),
-        tolerance=FLOAT32,
+    decoder(
+        "mamba2", "Mamba 2: a state space in chunks.", "Mamba2",
+        num_heads=4, head_dim=8, state_size=4, n_groups=1, chunk_size=4, expand=2,
     ),
-    Family(
-        "granite",
-        "Granite: scaled embedding, residuals and logits.",
-        lambda: causal("Granite", num_key_value_heads=1, residual_multiplier=0.5),
-        tolerance=FLOAT32,
+    decoder(
+        "granite", "Granite: scaled embedding, residuals and logits.", "Granite",
+        num_key_value_heads=1, residual_multiplier=0.5,
     ),
     Family(
         "beit",
@@ -204,16 +188,11 @@ enter(
         "RegNet: grouped convolutions, squeeze and excitation, BatchNorm.",
         lambda: hugging_face(
             lambda: config_of(
-                "RegNet",
-                embedding_size=8,
-                hidden_sizes=[8, 16],
-                depths=[1, 1],
-                groups_width=4,
-                layer_type="y",
-                num_labels=LABELS,
+                "RegNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=4,
+                layer_type="y", num_labels=LABELS,
             ),
             "RegNetForImageClassification",
             lambda: images(32),
         ),
     ),
-)
+)  # fmt: skip

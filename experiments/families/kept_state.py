@@ -53,9 +53,7 @@ def schedule_as_input(net: Any, x: Tensor, step: Tensor, labels: Tensor) -> Tens
 
 
 @trained(
-    "schedule_in_buffer",
-    lambda: {"network": network(6, 8, 4), "steps": torch.zeros(())},
-    labelled,
+    "schedule_in_buffer", lambda: {"network": network(6, 8, 4), "steps": torch.zeros(())}, labelled
 )
 def schedule_in_buffer(net: Any, x: Tensor, labels: Tensor) -> Tensor:
     """The same penalty by a buffer that counts."""
@@ -100,11 +98,7 @@ def layer_drop_as_input(net: Any, x: Tensor, keep: Tensor) -> Tensor:
 
 
 @trained(
-    "layer_drop_by_torch",
-    _four_layers,
-    labelled,
-    loss=functional.cross_entropy,
-    is_random=True,
+    "layer_drop_by_torch", _four_layers, labelled, loss=functional.cross_entropy, is_random=True
 )
 def layer_drop_by_torch(net: Any, x: Tensor) -> Tensor:
     """Drawn in the step."""

@@ -11,6 +11,7 @@ from families.family import (
     BATCH,
     BFLOAT16,
     FLOAT32,
+    FLOAT64,
     Batch,
     Family,
     enter,
@@ -120,6 +121,16 @@ def causal(
                         dtype=dtype)  # fmt: skip
 
 
+GPT2 = {
+    **NO_DROPOUT, "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2,
+    "n_positions": 32, "initializer_range": 0.2, "bos_token_id": 2, "eos_token_id": 3,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {
+    "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "dtype": torch.float32,
+}  # fmt: skip
+
+
 @family("gpt2_classifier", is_quick=True)
 def gpt2_classifier() -> Workload:
     """GPT-2 that classifies each sequence by its last token that is no padding."""
@@ -132,14 +143,10 @@ def gpt2_classifier() -> Workload:
         return {"input_ids": words, "attention_mask": mask, "labels": wanted}
 
     return hugging_face(
-        lambda: config_of(
-            "GPT2", **NO_DROPOUT, vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2,
-            n_positions=32, num_labels=3, pad_token_id=PADDING, initializer_range=0.2,
-            bos_token_id=2, eos_token_id=3,
-        ),
+        lambda: config_of("GPT2", **GPT2, num_labels=3, pad_token_id=PADDING),
         "GPT2ForSequenceClassification",
         batch,
-    )  # fmt: skip
+    )
 
 
 def seq2seq_batch() -> Batch:
@@ -213,158 +220,105 @@ def t5_encoder_regression(net: Any, words: Tensor, scores: Tensor) -> Tensor:
     return ((net.head(hidden.mean(1)).squeeze(-1) - scores) ** 2).mean()
 
 
+def decoder(
+    name: str, says: str, kind: str, *, tolerance: float = FLOAT32, **options: Any
+) -> Family:
+    """A family of causal language models; options as for ``causal``."""
+    return Family(name, says, lambda: causal(kind, **options), tolerance=tolerance)
+
+
+def encoder(
+    name: str, says: str, kind: str, *, tolerance: float = FLOAT64, **options: Any
+) -> Family:
+    """A family of encoders that guess words; options are those of the configuration."""
+    return Family(
+        name,
+        says,
+        lambda: hugging_face(lambda: small(kind, **options), f"{kind}ForMaskedLM", padded_batch),
+        tolerance=tolerance,
+    )
+
+
+def translator(name: str, says: str, kind: str) -> Family:
+    """A family of models that turn sequences into others."""
+    return Family(
+        name,
+        says,
+        lambda: hugging_face(
+            lambda: config_of(kind, **ENCODER_DECODER),
+            f"{kind}ForConditionalGeneration",
+            seq2seq_batch,
+        ),
+    )
+
+
 enter(
     Family(
         "gpt2",
         "GPT-2: tied embedding, learned positions, Conv1D instead of Linear.",
-        lambda: hugging_face(
-            lambda: config_of(
-                "GPT2",
-                **NO_DROPOUT,
-                vocab_size=VOCABULARY,
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                n_positions=32,
-                initializer_range=0.2,
-                bos_token_id=2,
-                eos_token_id=3,
-            ),
-            "GPT2LMHeadModel",
-            causal_batch,
-        ),
+        lambda: hugging_face(lambda: config_of("GPT2", **GPT2), "GPT2LMHeadModel", causal_batch),
         is_quick=True,
     ),
-    Family(
-        "llama",
-        "Llama: rotary positions, grouped-query attention, gated feed-forward.",
-        lambda: causal("Llama", num_key_value_heads=1),
-        tolerance=FLOAT32,
+    decoder(
+        "llama", "Llama: rotary positions, grouped-query attention, gated feed-forward.", "Llama",
+        num_key_value_heads=1,
     ),
-    Family(
-        "qwen2",
-        "Qwen2 with padding: biases in attention.",
-        lambda: causal("Qwen2", num_key_value_heads=1, batch=padded_batch),
-        tolerance=FLOAT32,
+    decoder(
+        "qwen2", "Qwen2 with padding: biases in attention.", "Qwen2",
+        num_key_value_heads=1, batch=padded_batch,
     ),
-    Family(
-        "qwen3",
-        "Qwen3: queries and keys are normalised.",
-        lambda: causal("Qwen3", num_key_value_heads=1, head_dim=8),
-        tolerance=FLOAT32,
+    decoder(
+        "qwen3", "Qwen3: queries and keys are normalised.", "Qwen3",
+        num_key_value_heads=1, head_dim=8,
     ),
-    Family(
-        "mistral",
-        "Mistral with a sliding window.",
-        lambda: causal("Mistral", num_key_value_heads=1, sliding_window=3),
-        tolerance=FLOAT32,
+    decoder(
+        "mistral", "Mistral with a sliding window.", "Mistral",
+        num_key_value_heads=1, sliding_window=3,
     ),
-    Family(
-        "gemma2",
-        "Gemma 2: soft caps, norms before and after, tied embedding.",
-        lambda: causal("Gemma2", num_key_value_heads=1, head_dim=8, sliding_window=4),
-        tolerance=FLOAT32,
+    decoder(
+        "gemma2", "Gemma 2: soft caps, norms before and after, tied embedding.", "Gemma2",
+        num_key_value_heads=1, head_dim=8, sliding_window=4,
     ),
-    Family(
-        "phi",
-        "Phi: attention and feed-forward side by side, partly rotary.",
-        lambda: causal("Phi"),
-        tolerance=FLOAT32,
+    decoder("phi", "Phi: attention and feed-forward side by side, partly rotary.", "Phi"),
+    decoder(
+        "opt", "OPT: positions from the cumulated attention mask.", "OPT",
+        ffn_dim=32, word_embed_proj_dim=16, batch=padded_batch, tolerance=FLOAT64,
     ),
-    Family(
-        "opt",
-        "OPT: positions from the cumulated attention mask.",
-        lambda: causal("OPT", ffn_dim=32, word_embed_proj_dim=16, batch=padded_batch),
+    decoder(
+        "bloom", "BLOOM: linear biases of distance instead of positions.", "Bloom",
+        n_layer=2, n_head=2, tolerance=FLOAT64,
     ),
-    Family(
-        "bloom",
-        "BLOOM: linear biases of distance instead of positions.",
-        lambda: causal("Bloom", n_layer=2, n_head=2),
+    decoder("gpt_neox", "GPT-NeoX: parallel residual.", "GPTNeoX"),
+    decoder(
+        "gptj", "GPT-J: rotary positions in pairs.", "GPTJ",
+        n_embd=16, n_layer=2, n_head=2, n_positions=32, rotary_dim=4,
     ),
-    Family(
-        "gpt_neox", "GPT-NeoX: parallel residual.", lambda: causal("GPTNeoX"), tolerance=FLOAT32
-    ),
-    Family(
-        "gptj",
-        "GPT-J: rotary positions in pairs.",
-        lambda: causal("GPTJ", n_embd=16, n_layer=2, n_head=2, n_positions=32, rotary_dim=4),
-        tolerance=FLOAT32,
-    ),
-    Family(
-        "falcon",
-        "Falcon: one key and value for all heads.",
-        lambda: causal("Falcon"),
-        tolerance=FLOAT32,
-    ),
-    Family(
-        "olmo2",
-        "OLMo 2: norms after attention and feed-forward.",
-        lambda: causal("Olmo2"),
-        tolerance=FLOAT32,
-    ),
-    Family(
-        "stablelm",
-        "StableLM.",
-        lambda: causal("StableLm", num_key_value_heads=1),
-        tolerance=FLOAT32,
-    ),
-    Family(
-        "mixtral",
-        "Mixtral: sparse experts, picked by value.",
-        lambda: causal(
-            "Mixtral",
-            num_key_value_heads=1,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            dtype=torch.float32,
-        ),
-        tolerance=FLOAT32,
-    ),
-    Family(
+    decoder("falcon", "Falcon: one key and value for all heads.", "Falcon"),
+    decoder("olmo2", "OLMo 2: norms after attention and feed-forward.", "Olmo2"),
+    decoder("stablelm", "StableLM.", "StableLm", num_key_value_heads=1),
+    decoder("mixtral", "Mixtral: sparse experts, picked by value.", "Mixtral", **MIXTRAL),
+    decoder(
         "mixtral_grouped",
-        "Mixtral with experts by grouped matrix products, in single precision.",
-        lambda: causal(
-            "Mixtral",
-            num_key_value_heads=1,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            experts_implementation="grouped_mm",
-            dtype=torch.float32,
-        ),
-        tolerance=FLOAT32,
+        "Mixtral with experts by grouped matrix products, in single precision.", "Mixtral",
+        **MIXTRAL, experts_implementation="grouped_mm",
     ),
-    Family(
+    decoder(
         "qwen2_moe_dense",
-        "Qwen2-MoE with shared experts, every expert by batched products.",
-        lambda: causal(
-            "Qwen2Moe",
-            num_key_value_heads=1,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            experts_implementation="batched_mm",
-            dtype=torch.float32,
-        ),
-        tolerance=FLOAT32,
+        "Qwen2-MoE with shared experts, every expert by batched products.", "Qwen2Moe",
+        num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, experts_implementation="batched_mm",
+        dtype=torch.float32,
     ),
-    Family(
-        "mamba",
-        "Mamba: a selective state space, scanned token by token.",
-        lambda: causal(
-            "Mamba", head="MambaForCausalLM", state_size=4, time_step_rank=4, use_mambapy=False
-        ),
-        tolerance=FLOAT32,
+    decoder(
+        "mamba", "Mamba: a selective state space, scanned token by token.", "Mamba",
+        state_size=4, time_step_rank=4, use_mambapy=False,
     ),
     Family(
         "llama_bf16",
         "Llama with weights in bf16; steps are large, or rounding would be all there is to see.",
         lambda: hugging_face(
-            lambda: small("Llama", num_key_value_heads=1),
-            "LlamaForCausalLM",
-            causal_batch,
-            dtype=torch.bfloat16,
-            optimizer_options={"lr": 0.5},
+            lambda: small("Llama", num_key_value_heads=1), "LlamaForCausalLM", causal_batch,
+            dtype=torch.bfloat16, optimizer_options={"lr": 0.5},
         ),
         tolerance=BFLOAT16,
     ),
@@ -373,16 +327,8 @@ enter(
         "T5: relative positions shared by the layers, tied embeddings.",
         lambda: hugging_face(
             lambda: config_of(
-                "T5",
-                vocab_size=VOCABULARY,
-                d_model=16,
-                d_kv=8,
-                d_ff=32,
-                num_layers=2,
-                num_heads=2,
-                dropout_rate=0.0,
-                decoder_start_token_id=0,
-                pad_token_id=0,
+                "T5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2,
+                num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
                 eos_token_id=1,
             ),
             "T5ForConditionalGeneration",
@@ -390,95 +336,36 @@ enter(
         ),
         tolerance=FLOAT32,
     ),
-    Family(
-        "bart",
-        "BART: one embedding for encoder, decoder and head.",
-        lambda: hugging_face(
-            lambda: config_of("Bart", **ENCODER_DECODER),
-            "BartForConditionalGeneration",
-            seq2seq_batch,
-        ),
+    translator("bart", "BART: one embedding for encoder, decoder and head.", "Bart"),
+    translator("pegasus", "Pegasus: fixed positions.", "Pegasus"),
+    encoder("bert_mlm", "BERT, masked language model: tied head.", "Bert"),
+    encoder(
+        "roberta_mlm", "RoBERTa: positions from the tokens that are not padding.", "Roberta"
     ),
-    Family(
-        "pegasus",
-        "Pegasus: fixed positions.",
-        lambda: hugging_face(
-            lambda: config_of("Pegasus", **ENCODER_DECODER),
-            "PegasusForConditionalGeneration",
-            seq2seq_batch,
-        ),
-    ),
-    Family(
-        "bert_mlm",
-        "BERT, masked language model: tied head.",
-        lambda: hugging_face(lambda: small("Bert"), "BertForMaskedLM", padded_batch),
-    ),
-    Family(
-        "roberta_mlm",
-        "RoBERTa: positions from the tokens that are not padding.",
-        lambda: hugging_face(lambda: small("Roberta"), "RobertaForMaskedLM", padded_batch),
-    ),
-    Family(
-        "deberta_v2",
-        "DeBERTa: content and position attend to each other.",
-        lambda: hugging_face(
-            lambda: small(
-                "DebertaV2",
-                relative_attention=True,
-                position_buckets=4,
-                max_relative_positions=8,
-                pos_att_type=["p2c", "c2p"],
-                norm_rel_ebd="layer_norm",
-                share_att_key=True,
-            ),
-            "DebertaV2ForMaskedLM",
-            padded_batch,
-        ),
+    encoder(
+        "deberta_v2", "DeBERTa: content and position attend to each other.", "DebertaV2",
+        relative_attention=True, position_buckets=4, max_relative_positions=8,
+        pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", share_att_key=True,
         tolerance=FLOAT32,
     ),
-    Family(
+    encoder(
         "modernbert",
-        "ModernBERT: local and global attention, masks made by ``where``.",
-        lambda: hugging_face(
-            lambda: small(
-                "ModernBert",
-                local_attention=4,
-                global_attn_every_n_layers=2,
-                cls_token_id=2,
-                sep_token_id=3,
-                mlp_dropout=0.0,
-                embedding_dropout=0.0,
-            ),
-            "ModernBertForMaskedLM",
-            padded_batch,
-        ),
-        tolerance=FLOAT32,
+        "ModernBERT: local and global attention, masks made by ``where``.", "ModernBert",
+        local_attention=4, global_attn_every_n_layers=2, cls_token_id=2, sep_token_id=3,
+        mlp_dropout=0.0, embedding_dropout=0.0, tolerance=FLOAT32,
     ),
-    Family(
-        "albert",
-        "ALBERT: all layers share their weights.",
-        lambda: hugging_face(
-            lambda: small("Albert", embedding_size=8), "AlbertForMaskedLM", padded_batch
-        ),
-    ),
+    encoder("albert", "ALBERT: all layers share their weights.", "Albert", embedding_size=8),
     Family(
         "xlnet",
         "XLNet: two-stream relative attention.",
         lambda: hugging_face(
             lambda: config_of(
-                "XLNet",
-                vocab_size=VOCABULARY,
-                d_model=16,
-                n_layer=2,
-                n_head=2,
-                d_inner=32,
-                dropout=0.0,
-                summary_last_dropout=0.0,
-                initializer_range=0.2,
+                "XLNet", vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=2, d_inner=32,
+                dropout=0.0, summary_last_dropout=0.0, initializer_range=0.2,
             ),
             "XLNetLMHeadModel",
             causal_batch,
         ),
         tolerance=FLOAT32,
     ),
-)
+)  # fmt: skip

@@ -235,9 +235,7 @@ def spectral_norm_mlp() -> Workload:
         ).double()  # fmt: skip
 
     return sgd(
-        model,
-        lambda: (numbers(6), torch.randint(0, 3, (BATCH,))),
-        loss=functional.cross_entropy,
+        model, lambda: (numbers(6), torch.randint(0, 3, (BATCH,))), loss=functional.cross_entropy
     )
 
 

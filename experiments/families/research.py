@@ -83,9 +83,7 @@ class _Mixer(nn.Module):
 
 @trained(
     "rwkv",
-    lambda: {
-        "body": nn.Sequential(nn.Embedding(20, 8), _Mixer(), _Mixer(), nn.Linear(8, 20)),
-    },
+    lambda: {"body": nn.Sequential(nn.Embedding(20, 8), _Mixer(), _Mixer(), nn.Linear(8, 20))},
     lambda: (torch.randint(0, 20, (BATCH, 7)),),
 )
 def rwkv(net: Any, words: Tensor) -> Tensor:

@@ -10,11 +10,7 @@ from testbeds import plan_of
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
-from heterog.graph.batch_plan import (
-    batch_plan,
-    norms_of_lone_values,
-    ops_of_the_whole_batch,
-)
+from heterog.graph.batch_plan import batch_plan, norms_of_lone_values, ops_of_the_whole_batch
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules import Special

@@ -374,5 +374,5 @@ enter(
             optimizer_options={"lr": 1e-2, "weight_decay": 0.1},
         ),
         is_random=True,
-    ),
+    )
 )

@@ -87,11 +87,7 @@ def on_ranks(case: Case, record: Record, folder: str) -> list[Tensor]:
 
 
 def _fit(
-    case: Case,
-    record: Record,
-    *callbacks: Callback,
-    num_updates: int,
-    path: str | None = None,
+    case: Case, record: Record, *callbacks: Callback, num_updates: int, path: str | None = None
 ) -> Module:
     balancer = LightningBalancer(global_batch_size=BATCH, shares=SHARES, interval=0)
     module = Module(case, record, balancer)

@@ -8,7 +8,6 @@ All random draws of gradient learners come from one generator whose state is in 
 a run that is stopped and resumed ends with the same weights as an uninterrupted one.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,13 +108,6 @@ def learner_of(algorithm: str) -> MakeLearner:
     """
     if algorithm in list(Algorithm):
         return GradientLearner
-    if algorithm == "ppo":
-        warnings.warn(
-            "algorithm ppo is sb3:PPO now; the old name goes with 0.4.0.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        algorithm = "sb3:PPO"
     library, _, name = algorithm.partition(":")
     if library in ("sb3", "sb3_contrib") and name:
         from heterog.agents.sb3 import sb3_learner

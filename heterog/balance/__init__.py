@@ -5,7 +5,7 @@
 - ``balancer`` is for loops of PyTorch; ``for_trainer``, ``for_accelerate`` and ``for_lightning``
   are for frameworks; ``elastic`` lets ranks train alone and merges their models.
 - ``shares`` has the first and the best shares, and cuts a rank's batch into parts; ``dealing``,
-  ``sampler`` (once ``loader``), ``tokens`` and ``streams`` deal the samples.
+  ``sampler``, ``tokens`` and ``streams`` deal the samples.
 - ``weights`` make the update that of one process. ``updates`` finds where updates and steps end,
   ``replicas`` finds ranks with other weights or other samples, ``passes`` losses that are not
   weighed and models that are not updated, ``leaving`` a rank that has left its loop alone;

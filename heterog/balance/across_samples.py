@@ -24,20 +24,8 @@ _TABLES = ("MmBackward", "BmmBackward", "Cdist")
 _SHIFTS = ("RollBackward", "FlipBackward")
 _PRODUCTS = ("MulBackward", "DivBackward")
 _LINEAR = (
-    *(
-        "Add",
-        "Sub",
-        "Rsub",
-        "NanToNum",
-        "Neg",
-        "Sum",
-        "Mean",
-        "ToCopy",
-        "Clone",
-        "Alias",
-        "_DDPSink",
-        "Where",
-    ),
+    *("Add", "Sub", "Rsub", "NanToNum", "Neg", "Sum", "Mean"),
+    *("ToCopy", "Clone", "Alias", "_DDPSink", "Where"),
     *("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "TBackward"),
     *("Expand", "Repeat", "Select", "Slice", "Split", "Unbind", "Stack", "Cat", "Index", "Gather"),
     *("Permute", "MaskedFill", "Diagonal", "Trace", "Clamp"),  # most clamps are only guards
@@ -46,7 +34,7 @@ _LINEAR = (
 _MOST_NODES = 50_000
 
 
-class Rows(NamedTuple):
+class RowsTogether(NamedTuple):
     """Rows that a node of a graph puts together.
 
     Attributes:
@@ -77,7 +65,7 @@ def _without_sink(node: Any, output: int) -> tuple[Any, int]:
     return node, output
 
 
-def rows_together(loss: Tensor, samples: float) -> Rows | None:
+def rows_together(loss: Tensor, samples: float) -> RowsTogether | None:
     """Rows of samples over which a loss is no mean of the samples' own losses.
 
     A parameter may have as many rows by chance: only ranks with unlike many samples can tell. At
@@ -92,7 +80,7 @@ def rows_together(loss: Tensor, samples: float) -> Rows | None:
     >>> x = torch.ones(4, 3, requires_grad=True)
     >>> rows_together(x.exp().mean(1).sum(), 4)
     >>> rows_together(x.std(0).sum(), 4)
-    Rows(number=4, place=1)
+    RowsTogether(number=4, place=1)
     >>> rows_together(x.mean() * x.exp().mean(), 4).number
     4
     >>> rows_together((x @ x.T).exp().mean(), 4).number
@@ -101,14 +89,16 @@ def rows_together(loss: Tensor, samples: float) -> Rows | None:
     places = {node: place for place, node in enumerate(_nodes(maker_of(loss)[0]))}
     waiting: list[tuple[Any, bool]] = [(maker_of(loss)[0], False)]
     seen: dict[Any, bool] = {}
-    found: set[Rows] = set()
+    found: set[RowsTogether] = set()
     while waiting:
         node, is_curved = waiting.pop()
         if node not in places or seen.get(node) in (True, is_curved):
             continue
         seen[node] = is_curved
         numbers = _rows_of(node, is_curved=is_curved)
-        found |= {Rows(number, places[node]) for number in numbers if number % samples == 0}
+        found |= {
+            RowsTogether(number, places[node]) for number in numbers if number % samples == 0
+        }
         name = node.name()
         below = [each for each, _ in inputs_of(node)]
         if name.startswith(_PRODUCTS) and not is_curved:

@@ -80,7 +80,6 @@ class Balancer(Follower):
         writer: TensorBoard writer for the shares and seconds of all ranks.
         tell: Function that gets a line about each change of shares. By default rank 0 logs it as a
             warning, which Python shows on standard error.
-        batch_size: The old name of ``global_batch_size``, for one release more.
 
     Raises:
         BalanceError: shares, speeds or plan do not fit the ranks; later, weights of ranks differ.
@@ -93,7 +92,7 @@ class Balancer(Follower):
         self,
         model: nn.Module | None = None,
         *,
-        global_batch_size: int | None = None,
+        global_batch_size: int,
         shares: Sequence[int] | None = None,
         speeds: Sequence[float] | None = None,
         plan: str | Path | None = None,
@@ -104,9 +103,8 @@ class Balancer(Follower):
         check_replicas: bool = True,
         writer: ScalarWriter | None = None,
         tell: Callable[[str], None] | None = None,
-        batch_size: int | None = None,
     ) -> None:
-        self.global_batch_size = _checked_size(global_batch_size, batch_size)
+        self.global_batch_size = _checked_size(global_batch_size)
         if writer is not None and not hasattr(writer, "add_scalar"):
             raise BalanceError(
                 f"writer={writer!r} has no add_scalar: give a TensorBoard SummaryWriter, such as "
@@ -578,23 +576,14 @@ def checked_length(dataset: Dataset[Any]) -> int:
     return len(dataset)
 
 
-def _checked_size(size: object, old: object) -> int:
-    """The number of samples of a global batch, also by its old name.
+def _checked_size(size: object) -> int:
+    """The number of samples of a global batch.
 
     Raises:
-        BalanceError: it is no whole number, or missing, or given under both names.
+        BalanceError: it is no whole number.
     """
-    if old is not None:
-        warnings.warn(
-            "Balancer's batch_size is global_batch_size now, as frameworks mean the batch of one "
-            "device by batch_size; the old name goes with 0.4.0.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    given = [each for each in (size, old) if each is not None]
-    if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], SupportsIndex):
+    if isinstance(size, bool) or not isinstance(size, SupportsIndex):
         raise BalanceError(
-            f"global_batch_size={' and '.join(map(repr, given)) or None}: give a whole "
-            "number, the samples of all ranks together."
+            f"global_batch_size={size!r}: give a whole number, the samples of all ranks together."
         )
-    return given[0].__index__()
+    return size.__index__()

@@ -405,11 +405,7 @@ _DOUBT = (
 
 
 def _judged(
-    request: CheckRequest,
-    found: Found,
-    noise: float | None,
-    doubts: list[str],
-    notes: list[str],
+    request: CheckRequest, found: Found, noise: float | None, doubts: list[str], notes: list[str]
 ) -> Verdict:
     """Put into words what was found.
 

@@ -34,12 +34,7 @@ from heterog.balance.speeds import SpeedEstimate, StepClock
 from heterog.balance.weights import by_type, take_over
 from heterog.errors import experimental
 from heterog.runtime.accelerators import CPU
-from heterog.simulator.unequal_updates import (
-    ElasticRule,
-    MegaBatch,
-    dispatch_order,
-    merge_weights,
-)
+from heterog.simulator.unequal_updates import ElasticRule, MegaBatch, dispatch_order, merge_weights
 
 STATE_VERSION = 1
 STEPS_PER_BATCH = 16
@@ -362,11 +357,7 @@ def default_rule(batch_size: int) -> ElasticRule:
 
 
 def _check(
-    batch_size: int,
-    window: int,
-    speeds: Sequence[float] | None,
-    num_ranks: int,
-    rule: ElasticRule,
+    batch_size: int, window: int, speeds: Sequence[float] | None, num_ranks: int, rule: ElasticRule
 ) -> None:
     if not 1 <= rule.least <= batch_size <= rule.most or rule.step < 1:
         raise BalanceError(

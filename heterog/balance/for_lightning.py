@@ -9,7 +9,6 @@ It weighs the result of ``training_step``: a loss that is a mean over samples, o
 manual optimization calls ``weigh`` itself, before its manual backward pass.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from typing import Any
@@ -124,15 +123,6 @@ class LightningBalancer(Callback):
     def loader(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
         """Make a loader for ``Trainer.fit`` or a module's hook; options as ``Balancer.loader``."""
         return BalancedData(self, dataset, options)
-
-    def data(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
-        """The old name of ``loader``, for one release more."""
-        warnings.warn(
-            "LightningBalancer.data is loader now; the old name goes with 0.4.0.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return self.loader(dataset, **options)
 
     def weigh(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
         """Weigh a loss; see ``Balancer.weigh``."""

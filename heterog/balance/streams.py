@@ -61,12 +61,7 @@ class StreamBatches(SampleBatches):
     has_length = False
 
     def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        batch_size: int,
-        *,
-        drop_last: bool,
-        group: RankGroup,
+        self, dataset: IterableDataset[Any], batch_size: int, *, drop_last: bool, group: RankGroup
     ) -> None:
         super().__init__(sys.maxsize, batch_size, seed=0, shuffle=False, drop_last=drop_last)
         self._dataset, self._group = dataset, group

@@ -312,12 +312,7 @@ def profile(
                     "rank's device; leave it out."
                 )
             measured = profiler.profile_as_rank(
-                sources,
-                named,
-                journal,
-                batch_size=batch_size,
-                timeout_s=timeout_s,
-                tell=tell,
+                sources, named, journal, batch_size=batch_size, timeout_s=timeout_s, tell=tell
             )
         else:
             measured = profiler.profile_here(

@@ -232,10 +232,7 @@ def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
         return GivenLayout(parse_layout(source), is_required=is_required)
     found = read_layout(source)
     return GivenLayout(
-        found.layout,
-        batch_size=found.batch_size,
-        remarks=found.remarks,
-        is_required=is_required,
+        found.layout, batch_size=found.batch_size, remarks=found.remarks, is_required=is_required
     )
 
 

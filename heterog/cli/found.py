@@ -25,7 +25,7 @@ from heterog.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PlanAnswer:
     """A plan with everything that is printed about it.
 
     Attributes:

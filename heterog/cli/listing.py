@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterog.cli.common import (
-    BatchOption,
-    JsonOption,
-    ModelArgument,
-    load_model,
-    print_result,
-)
+from heterog.cli.common import BatchOption, JsonOption, ModelArgument, load_model, print_result
 from heterog.cli.outputs import JSON, YAML
 from heterog.errors import UnknownNameError
 from heterog.units import format_bytes

@@ -96,9 +96,6 @@ def plan(
     samples: SamplesOption = None,
     tokens: TokensOption = None,
     deadline: DeadlineOption = "",
-    no_library: Annotated[
-        bool, typer.Option("--no-library", hidden=True, help="ignored, until 0.4.0")
-    ] = False,
     asynchronous: AsynchronousOption = "",
     background: Annotated[
         str,
@@ -142,8 +139,7 @@ def plan(
         bool, typer.Option("--no-changes", help="do not simulate what buying something would save")
     ] = False,
     why: Annotated[
-        bool,
-        typer.Option("--explain", help="also print every method, what was decided, and why"),
+        bool, typer.Option("--explain", help="also print every method, what was decided, and why")
     ] = False,
     save_config: Annotated[
         Path | None,
@@ -157,23 +153,14 @@ def plan(
     Prints the answer in at most 15 lines; --explain prints everything there is to say. In place of
     the model a run file (.yaml) may stand, with the options as its lines.
     """
-    from heterog.cli.found import Found
+    from heterog.cli.found import PlanAnswer
     from heterog.methods.planner import Budget
-    from heterog.search.allotment import (
-        Allotment,
-    )
+    from heterog.search.allotment import Allotment
     from heterog.search.objective import Objective
     from heterog.search.plan import make_plan, parse_orders
     from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
 
-    if no_library:
-        warnings.warn(
-            "--no-library does nothing: plans of the past no longer start searches. The option "
-            "goes with 0.4.0.",
-            HeterogWarning,
-            stacklevel=1,
-        )
     written = output, trace, report, save_config
     not_replaced(run_file(context), "the run file", *written)
     limit = _slow_down_limit(slow_down, background, background_batch)
@@ -246,7 +233,7 @@ def plan(
         from heterog.report.html import write_report
 
         write_report(report, best, explanation=explanation)
-    found = Found(
+    found = PlanAnswer(
         plan=best,
         explanation=explanation,
         about_codec=about_codec,

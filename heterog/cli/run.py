@@ -132,9 +132,7 @@ def run(
     model: Annotated[
         str,
         typer.Option(
-            "--model",
-            help="if the plan does not name it",
-            autocompletion=completion.models,
+            "--model", help="if the plan does not name it", autocompletion=completion.models
         ),
     ] = "",
     sources: SourceOption = None,
@@ -154,9 +152,7 @@ def run(
         str, typer.Option("--step-timeout", help="after which a step counts as hung")
     ] = "300s",
     save: Annotated[
-        Path | None,
-        typer.Option("--save", help="folder for a checkpoint at the end"),
-        CHECKPOINT,
+        Path | None, typer.Option("--save", help="folder for a checkpoint at the end"), CHECKPOINT
     ] = None,
     resume: Annotated[
         Path | None,
@@ -189,8 +185,7 @@ def run(
         JSON,
     ] = None,
     heal: Annotated[
-        bool,
-        typer.Option("--heal", help="go on with another plan when a rank is lost or slow"),
+        bool, typer.Option("--heal", help="go on with another plan when a rank is lost or slow")
     ] = False,
     redundancy: Annotated[
         int | None,
@@ -228,9 +223,6 @@ def run(
             "pay",
         ),
     ] = None,
-    rendezvous: Annotated[
-        str, typer.Option("--rendezvous", "--host", hidden=True, help="refused, until 0.4.0")
-    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Train with a plan on local processes or a testbed.
@@ -241,11 +233,6 @@ def run(
     from heterog.runtime.request import RunRequest
     from heterog.units import parse_seconds
 
-    if rendezvous:
-        raise HeterogError(
-            "--rendezvous and --host are gone: on several hosts jobs heal on a Ray cluster; run "
-            "ray start on each, and once, anywhere, heterog run plan.json --heal --on ray."
-        )
     request = RunRequest(
         plan=plan,
         model=model,

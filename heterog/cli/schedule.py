@@ -19,7 +19,7 @@ from heterog.cli.common import (
 if TYPE_CHECKING:
     from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
     from heterog.search.arrivals.jobs_file import JobRecord
-    from heterog.search.arrivals.queueing import Verdict
+    from heterog.search.arrivals.queueing import JobVerdict
 
 
 def schedule(
@@ -92,7 +92,7 @@ def _captured(records: "list[JobRecord]", begin: "Any") -> "dict[str, TrainingJo
     return found
 
 
-def _tell(verdicts: "list[Verdict]", where: "EvaluatedCluster", as_json: bool) -> None:
+def _tell(verdicts: "list[JobVerdict]", where: "EvaluatedCluster", as_json: bool) -> None:
     from heterog.report.tables import jobs_table
     from heterog.search.arrivals.queueing import blocking_rate, causes
 

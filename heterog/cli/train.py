@@ -296,8 +296,7 @@ def agents(
         str, typer.Option("--budget", help="of each run: 2000e (evaluations), or 20s of CPU time")
     ] = "2000e",
     seeds: Annotated[
-        str,
-        typer.Option("--seeds", help="runs of each method on each pair, or from:to of others"),
+        str, typer.Option("--seeds", help="runs of each method on each pair, or from:to of others")
     ] = "10",
     results: Annotated[
         Path,
@@ -439,8 +438,7 @@ def evaluate(
     policy: Annotated[
         str,
         typer.Argument(
-            help="shipped name (default, heldout) or policy.pt",
-            autocompletion=completion.policies,
+            help="shipped name (default, heldout) or policy.pt", autocompletion=completion.policies
         ),
     ],
     models: ModelsOption,

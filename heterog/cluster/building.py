@@ -181,8 +181,7 @@ class ClusterBuilder:
         meant = re.sub(r"[\s_]+", "-", self._spec.calibration.strip().lower())
         if meant in SHIPPED_MODELS and not os.path.exists(path):
             self._document.refuse(
-                ("calibration",),
-                f"there is no file {path}; what ships is called '{meant}'.",
+                ("calibration",), f"there is no file {path}; what ships is called '{meant}'."
             )
         return path
 
@@ -355,10 +354,7 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
 def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
     host = cluster.hosts[host_index]
     named = {each.link: each.name for each in link_kinds()}
-    intra: str | dict[str, Any] = named.get(
-        host.intra,
-        "",
-    ) or {
+    intra: str | dict[str, Any] = named.get(host.intra, "") or {
         "kind": host.intra.kind,
         "bandwidth": _text(host.intra.bandwidth_bytes_per_s, _RATES, parse_bandwidth),
         "latency": _text(host.intra.latency_s, _TIMES, parse_seconds),

@@ -35,7 +35,7 @@ _GIGA = 1e9
 _Positive = Annotated[float, Field(gt=0)]
 
 
-class Chip(Record):
+class ChipSheet(Record):
     """Numbers of a chip and its board; 0 for the CPU.
 
     Attributes:
@@ -80,7 +80,7 @@ class ListedType(Record):
     sheet_gb: _Positive | None = None
     memory_gb_per_s: _Positive
     tflops: dict[Literal["float64", "float32", "tf32", "matrix", "float16", "bfloat16"], _Positive]
-    chip: Chip = Chip()
+    chip: ChipSheet = ChipSheet()
 
     @cached_property
     def type(self) -> DeviceType:

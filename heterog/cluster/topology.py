@@ -221,9 +221,7 @@ def inner_resources(
         port_of.append((first + len(resources), first + len(resources) + len(names) - 1))
         resources += [
             LinkResource(
-                name=name,
-                bandwidth_bytes_per_s=host.intra.bandwidth_bytes_per_s,
-                host_index=index,
+                name=name, bandwidth_bytes_per_s=host.intra.bandwidth_bytes_per_s, host_index=index
             )
             for name in names
         ]
@@ -541,9 +539,7 @@ class Cluster:
         Raises:
             ClusterError: A field is missing, unknown or makes no sense.
         """
-        from heterog.cluster.spec import (
-            cluster_from_dict,  # its records are built on this module
-        )
+        from heterog.cluster.spec import cluster_from_dict  # its records are built on this module
 
         return cluster_from_dict(record)
 

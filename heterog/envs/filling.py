@@ -48,7 +48,7 @@ class PartLoads(NamedTuple):
 
 
 @by_reference
-class Limits(NamedTuple):
+class BlockLimits(NamedTuple):
     """What blocks need and devices have."""
 
     blocks: Parts  # bytes of each block: ``STATE`` and ``GRADIENT``, others per sample  # [G, 4]
@@ -105,7 +105,7 @@ def _most_with(
 
 @helper
 def _find_fits(
-    filled: Filled, loads: PartLoads, limits: Limits, number: int, work: FloatArray,
+    filled: Filled, loads: PartLoads, limits: BlockLimits, number: int, work: FloatArray,
     fits: BoolArray,
 ) -> None:  # fmt: skip
     worst, free, slack = work[0], work[1], work[2]
@@ -149,7 +149,7 @@ def _find_fits(
 
 @kernel
 def find_fits(
-    filled: Filled, loads: PartLoads, limits: Limits, number: int, work: FloatArray,
+    filled: Filled, loads: PartLoads, limits: BlockLimits, number: int, work: FloatArray,
     fits: BoolArray,
 ) -> None:  # fmt: skip
     """Find the candidates that fit a block, if possible those that leave room for later blocks.
@@ -166,7 +166,9 @@ def find_fits(
 
 
 @helper
-def _fill(filled: Filled, loads: PartLoads, limits: Limits, number: int, chosen: IntArray) -> None:
+def _fill(
+    filled: Filled, loads: PartLoads, limits: BlockLimits, number: int, chosen: IntArray
+) -> None:
     block = limits.blocks[number]
     for row in range(len(chosen)):
         load = limits.load_of[chosen[row]]
@@ -181,7 +183,9 @@ def _fill(filled: Filled, loads: PartLoads, limits: Limits, number: int, chosen:
 
 
 @kernel
-def fill(filled: Filled, loads: PartLoads, limits: Limits, number: int, chosen: IntArray) -> None:
+def fill(
+    filled: Filled, loads: PartLoads, limits: BlockLimits, number: int, chosen: IntArray
+) -> None:
     """Add a block to every row.
 
     Args:
@@ -196,7 +200,7 @@ def fill(filled: Filled, loads: PartLoads, limits: Limits, number: int, chosen: 
 
 @kernel
 def draw_rows(
-    logits: Logits, noise: Parts, filled: Filled, loads: PartLoads, limits: Limits,
+    logits: Logits, noise: Parts, filled: Filled, loads: PartLoads, limits: BlockLimits,
     work: FloatArray, rows: IntArray, masks: BoolArray,
 ) -> None:  # fmt: skip
     """Fill rows from the first block on, each with the fitting candidate of the largest logit.

@@ -129,10 +129,7 @@ class _Merger:
 
     def merge(self) -> CoarseTables:
         tables = self.fine._replace(
-            **self._op_rows(),
-            **self._value_rows(),
-            **self._slot_rows(),
-            **self._parameter_rows(),
+            **self._op_rows(), **self._value_rows(), **self._slot_rows(), **self._parameter_rows()
         )
         return CoarseTables(
             tables=tables,

@@ -14,8 +14,8 @@ from heterog.cluster.topology import Cluster
 from heterog.envs.candidates import ModelMemory, candidate_table
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.filling import (
+    BlockLimits,
     Filled,
-    Limits,
     Logits,
     PartLoads,
     Parts,
@@ -342,7 +342,7 @@ class RunningMemory:
         self._filled = Filled(start, *held)
         self._loads = pair.part_loads
         rest = memory.state_bytes + pair.graph.batch_size * kept
-        self._limits = Limits(
+        self._limits = BlockLimits(
             blocks=np.stack(blocks, axis=1).astype(np.float32),
             is_alone=every if recompute else pair.observation.fits.copy(),
             rest=np.append(np.cumsum(rest[::-1])[::-1][1:], 0.0),

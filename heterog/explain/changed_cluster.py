@@ -198,9 +198,7 @@ def _more_memory(cluster: Cluster, number: int) -> ChangedCluster:
     new = replace(old, memory_bytes=2 * old.memory_bytes)
     devices: list[Device] = [
         replace(
-            device,
-            type=new,
-            usable_memory_bytes=device.usable_memory_bytes + old.memory_bytes,
+            device, type=new, usable_memory_bytes=device.usable_memory_bytes + old.memory_bytes
         )
         if device.type == old
         else device

@@ -64,7 +64,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aggregation:
+class AggregatedParameters:
     """The way in which the gradients of some parameters become the same everywhere.
 
     Attributes:
@@ -92,7 +92,7 @@ class Aggregation:
         return self.way in SYNC_NAMES
 
 
-class Lowered:
+class LoweredStrategy:
     """A program of one training step, with facts derived from it.
 
     Args:
@@ -195,7 +195,7 @@ class Lowered:
 
     @cached_property
     def ways(self) -> tuple[str, ...]:
-        """Aggregation of each parameter's gradient, as in ``Aggregation``."""
+        """Aggregation of each parameter's gradient, as in ``AggregatedParameters``."""
         return tuple(self._way(parameter) for parameter in range(len(self._updated_on)))
 
     @cached_property
@@ -239,19 +239,19 @@ class Lowered:
             return ALONE
         return ELSEWHERE if len(decision.devices) == 1 else Sync.PARAMETER_SERVER.words
 
-    def aggregations(self) -> tuple[Aggregation, ...]:
+    def aggregations(self) -> tuple[AggregatedParameters, ...]:
         """All parameters by the aggregation of their gradients, most groups first."""
         by_way = grouped((way, parameter) for parameter, way in enumerate(self.ways))
         found = [self._aggregation(way, parameters) for way, parameters in by_way.items()]
         return tuple(sorted(found, key=lambda each: -each.num_groups))
 
-    def _aggregation(self, way: str, parameters: list[int]) -> Aggregation:
+    def _aggregation(self, way: str, parameters: list[int]) -> AggregatedParameters:
         sizes = self.tables.gradient_bytes
         in_bucket = np.array(parameters)[self.program.bucket[parameters] >= 0]
         buckets = self.program.bucket[in_bucket]
         is_served = way in (Sync.PARAMETER_SERVER.words, ELSEWHERE)
         servers = {device for p in parameters if is_served for device in self._updated_on[p]}
-        return Aggregation(
+        return AggregatedParameters(
             way=way,
             num_groups=len(set(self.tables.parameter_group[parameters].tolist())),
             num_parameters=len(parameters),
@@ -331,7 +331,7 @@ class Decided:
     num_recomputing: int
     num_micro_batches: int
     step_barrier: bool
-    aggregations: tuple[Aggregation, ...] = ()
+    aggregations: tuple[AggregatedParameters, ...] = ()
     micro_batch_sizes: tuple[int, ...] = ()
     schedule: PipelineSchedule = AS_IT_COMES
     recomputed: str = "activations"
@@ -340,7 +340,7 @@ class Decided:
 def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> Decided:
     """Lower a strategy and describe it for people."""
     names = group_ops(graph).names
-    lowered = Lowered(lower(graph, cluster, strategy, num_steps=1), strategy, graph)
+    lowered = LoweredStrategy(lower(graph, cluster, strategy, num_steps=1), strategy, graph)
     aggregations = lowered.aggregations()
     return Decided(
         num_groups=len(names),
@@ -369,7 +369,7 @@ def ranges_of(decisions: Sequence[Decision]) -> list[range]:
     return found
 
 
-def _ranges(lowered: Lowered, names: tuple[str, ...]) -> Iterator[Range]:
+def _ranges(lowered: LoweredStrategy, names: tuple[str, ...]) -> Iterator[Range]:
     decisions = lowered.strategy.decisions
     for groups in ranges_of(decisions):
         decision = decisions[groups.start]

@@ -16,7 +16,7 @@ from heterog.explain.decided import (
     MADE_WHOLE,
     SAMPLES,
     WHOLE,
-    Aggregation,
+    AggregatedParameters,
     Decided,
     Range,
     Split,
@@ -294,7 +294,7 @@ def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:
     return said
 
 
-def _way(each: Aggregation, cluster: Cluster, *, alone: bool) -> str:
+def _way(each: AggregatedParameters, cluster: Cluster, *, alone: bool) -> str:
     """One aggregation with its servers or buckets, and its groups if there are others."""
     if each.servers:
         how = f" on {names_of([cluster.devices[device].name for device in each.servers])}"
@@ -307,12 +307,12 @@ def _way(each: Aggregation, cluster: Cluster, *, alone: bool) -> str:
     return f"{each.way}{groups}{how}"
 
 
-def _parameters(each: Aggregation) -> str:
+def _parameters(each: AggregatedParameters) -> str:
     some = f"{each.num_parameters} parameter{'s' * (each.num_parameters > 1)}"
     return f"{some} ({format_bytes(each.num_bytes)})"
 
 
-def _live(each: Aggregation, one: str = "lives", several: str = "live") -> str:
+def _live(each: AggregatedParameters, one: str = "lives", several: str = "live") -> str:
     return one if each.num_parameters == 1 else several
 
 

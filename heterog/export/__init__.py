@@ -86,12 +86,7 @@ def make_export(plan: Plan, target: str, *, sources: Sequence[str] = ()) -> Expo
 
 
 def export_plan(
-    plan: Plan,
-    target: str,
-    folder: Path,
-    *,
-    overwrite: bool = False,
-    sources: Sequence[str] = (),
+    plan: Plan, target: str, folder: Path, *, overwrite: bool = False, sources: Sequence[str] = ()
 ) -> list[Path]:
     """Write a plan as a folder for another launcher or framework.
 

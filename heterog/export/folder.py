@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from heterog.errors import HeterogError
-from heterog.explain.decided import Lowered
+from heterog.explain.decided import LoweredStrategy
 from heterog.explain.wording import types_in_words
 from heterog.files import cannot_write, moved_to, read_json, write_atomically
 from heterog.lowering import lower
@@ -176,7 +176,7 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     if plan.background is not None or plan.strategy.modes:
         return plan, ()
     program = lower(plan.graph, cluster, plan.strategy, num_steps=1)
-    idle = set(Lowered(program, plan.strategy, plan.graph).idle)
+    idle = set(LoweredStrategy(program, plan.strategy, plan.graph).idle)
     for host in range(cluster.num_hosts):
         members = set(cluster.host_devices(host))
         if not members <= idle and len({cluster.devices[each].type for each in members}) > 1:

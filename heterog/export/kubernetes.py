@@ -148,11 +148,7 @@ def jobset_spec(
 
 
 def _pod(
-    host: str,
-    label: str,
-    entries: Sequence[RankEntry],
-    master: str,
-    volume: Mapping[str, Any],
+    host: str, label: str, entries: Sequence[RankEntry], master: str, volume: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The template of a host's pod."""
     container: dict[str, Any] = {

@@ -93,9 +93,7 @@ def job_script(ranks: Sequence[RankEntry]) -> bytes:
 
 def _component(entries: Sequence[RankEntry], num_nodes: int) -> list[str]:
     """The options of hosts of one kind."""
-    lines = [
-        f"#SBATCH --nodes={num_nodes} --ntasks-per-node={len(entries)} --exclusive",
-    ]
+    lines = [f"#SBATCH --nodes={num_nodes} --ntasks-per-node={len(entries)} --exclusive"]
     gpus = Counter(
         re.sub("[^a-z0-9]", "_", entry.type.lower()) for entry in entries if entry.has_gpu
     )

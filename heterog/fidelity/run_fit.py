@@ -126,10 +126,7 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels) -> RunFit:
     counted = float((left_out**2).sum()) + _RUNS_BEFORE * _SPREAD_BEFORE**2
     of_runs = float(np.sqrt(counted / (len(cases) + _RUNS_BEFORE)))
     return RunFit(
-        models=_model(best, types, start, of_runs),
-        before=before,
-        after=after,
-        left_out=left_out,
+        models=_model(best, types, start, of_runs), before=before, after=after, left_out=left_out
     )
 
 

@@ -26,12 +26,7 @@ from heterog.units import format_bytes
 _PLACEMENT = re.compile(r"S\(\s*(\d{1,9})\s*(?:,\s*(\d{1,9})\s*)?\)")
 _MOST_TENSOR_BYTES = 2**44  # sums over any graph stay within 64 bits
 _Rule = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # of inputs and of outputs
-_INPUT_KINDS = (
-    TensorKind.PARAMETER,
-    TensorKind.BUFFER,
-    TensorKind.BATCH,
-    TensorKind.CONSTANT,
-)
+_INPUT_KINDS = (TensorKind.PARAMETER, TensorKind.BUFFER, TensorKind.BATCH, TensorKind.CONSTANT)
 
 
 class GraphReader:
@@ -125,12 +120,7 @@ class GraphReader:
             seen_scope=UpdateScope(spec.update_scope) if spec.update_scope else None,
         )
 
-    def _graph_op(
-        self,
-        index: int,
-        number_of: Mapping[int, int],
-        rule: _Rule | None,
-    ) -> GraphOp:
+    def _graph_op(self, index: int, number_of: Mapping[int, int], rule: _Rule | None) -> GraphOp:
         op = self.spec.ops[index]
         if self.phases[index] == Phase.UPDATE:
             self._check_update(index)

@@ -95,9 +95,7 @@ def is_number_of_guard(frame: FrameType) -> bool:
     return now is not None and _source_of(frame).is_number_of_guard(now, frame)
 
 
-def _instructions(
-    frame: FrameType,
-) -> tuple[dis.Instruction | None, dis.Instruction | None]:
+def _instructions(frame: FrameType) -> tuple[dis.Instruction | None, dis.Instruction | None]:
     """The instruction that a frame executes, and the one before it, which made its operand."""
     # During a call ``f_lasti`` may point into the instruction's inline cache.
     begun = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]

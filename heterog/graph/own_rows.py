@@ -31,7 +31,7 @@ _SAME_ORDER = frozenset(
 )
 """Ops that keep the order of the elements if they keep the number of elements."""
 _SAME_VALUES = _SAME_ORDER | {
-    *("permute.default", "transpose.int", "t.default", "select.int", "slice.Tensor"),
+    *("permute.default", "transpose.int", "t.default", "select.int", "slice.Tensor")
 }
 """Ops that make no other values than those of their input, if they make integers."""
 _PLACES = {

@@ -99,7 +99,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
     shape = saved.whole_shape if saved.whole else saved.shape
-    return Entry(whole=saved.whole or name, shape=shape, box=saved.pieces[0].box, value=value)
+    return Entry(whole=saved.whole or name, shape=shape, box=saved.box, value=value)
 
 
 def answer(question: tuple[Path, Path]) -> None:

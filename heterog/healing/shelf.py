@@ -335,6 +335,6 @@ def _contents(indices: Sequence[Mapping[str, Any]]) -> Contents:
         check_tiling(
             whole,
             contents.shape(whole),
-            [piece.box for name in names for piece in contents.tensors[name].pieces],
+            [contents.tensors[name].box for name in names],
         )
     return contents

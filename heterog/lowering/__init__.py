@@ -37,7 +37,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.choice import Choice as Choice
-from heterog.lowering.choice import Decided as Decided
+from heterog.lowering.choice import DistinctDecisions as DistinctDecisions
 from heterog.lowering.choice import Encoder as Encoder
 from heterog.lowering.choice import encode as encode
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program

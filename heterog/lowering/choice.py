@@ -12,7 +12,7 @@ from heterog.lowering.kernels import by_reference, helper
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.sparse_tables import SparseRows
 from heterog.lowering.tables import Domain, GraphTables
-from heterog.lowering.tape import NO_SCHEDULE, Turns, encode_turns
+from heterog.lowering.tape import NO_SCHEDULE, Scratch, Tape, Turns, encode_turns
 from heterog.lowering.value_reads import Recut
 from heterog.modes.mode import EncodedMode
 from heterog.strategy.division import (
@@ -104,6 +104,15 @@ class Choice(NamedTuple):
     # Number of lanes of a fold that hold whole slice groups; 0: no number, -1: any number does.
     num_slice_lanes: int = -1
     modes: tuple[EncodedMode, ...] = ()  # empty when the choice is passed to kernels
+
+
+class Lowering(NamedTuple):
+    """What lowering reads and writes, which its helpers pass on."""
+
+    tables: GraphTables
+    choice: Choice
+    scratch: Scratch
+    tape: Tape
 
 
 class DivisionRows(NamedTuple):
@@ -207,7 +216,7 @@ class _Cuts:
         return DivisionRows(micro, of_device, units, whole)
 
 
-class Decided(NamedTuple):
+class DistinctDecisions(NamedTuple):
     """The decisions of all groups.
 
     Attributes:
@@ -248,7 +257,7 @@ class Encoder:
 
     def encode(
         self,
-        decided: Decided,
+        decided: DistinctDecisions,
         *,
         micro_batches: MicroBatches,
         schedule: PipelineSchedule,
@@ -400,7 +409,11 @@ class Encoder:
         return padded.reshape(-1, self._num_devices)
 
     def _turns(
-        self, schedule: PipelineSchedule, decided: Decided, division: IntArray, shares: IntArray
+        self,
+        schedule: PipelineSchedule,
+        decided: DistinctDecisions,
+        division: IntArray,
+        shares: IntArray,
     ) -> Turns:
         if schedule.is_default:
             return NO_SCHEDULE
@@ -555,7 +568,7 @@ def encode(
     )
 
 
-def _numbered(decisions: Sequence[Decision]) -> Decided:
+def _numbered(decisions: Sequence[Decision]) -> DistinctDecisions:
     """Number the distinct decisions."""
     numbers: dict[Decision, int] = {}
     of_object: dict[int, int] = {}  # by identity, because groups share objects
@@ -563,7 +576,7 @@ def _numbered(decisions: Sequence[Decision]) -> Decided:
         if id(decision) not in of_object:
             of_object[id(decision)] = numbers.setdefault(decision, len(numbers))
     of_group = np.array([of_object[id(decision)] for decision in decisions], np.int32)
-    return Decided(list(numbers), of_group)
+    return DistinctDecisions(list(numbers), of_group)
 
 
 @helper

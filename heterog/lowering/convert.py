@@ -14,7 +14,7 @@ own. The number of these rows follows from the devices' units alone (see ``Windo
 """
 
 from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
-from heterog.lowering.choice import Choice
+from heterog.lowering.choice import Choice, Lowering
 from heterog.lowering.kernels import helper
 from heterog.lowering.sends import (
     ALL,
@@ -32,13 +32,8 @@ from heterog.lowering.sends import (
     send_piece,
 )
 from heterog.lowering.tables import KIND_NUMBER, GraphTables
-from heterog.lowering.tape import APART, NUM_BUFFERS, Scratch, Tape
-from heterog.lowering.value_collectives import (
-    gather,
-    gather_in_teams,
-    reduce,
-    reduce_in_teams,
-)
+from heterog.lowering.tape import APART, NUM_BUFFERS, Scratch
+from heterog.lowering.value_collectives import gather, gather_in_teams, reduce, reduce_in_teams
 from heterog.lowering.value_reads import FORWARD_PASS
 
 
@@ -92,22 +87,17 @@ def _rows_of(
 
 
 @helper
-def bring_windows(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    target: int, micro: int,
-) -> None:  # fmt: skip
+def bring_windows(lowering: Lowering, slot: int, source: int, target: int, micro: int) -> None:
     """Bring each target device the rows of its window from the devices that own them.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``slot_buffer`` is written.
-        tape: Output.
+        lowering: Its ``slot_buffer`` and tape are written.
         slot: The slot to fill.
         source: Division of the maker.
         target: Division of the reader.
         micro: Number of the micro-batch.
     """
+    tables, choice, scratch, tape = lowering
     value = tables.slot_value[slot]
     axis, num_devices = tables.value_axis[value], choice.member.shape[1]
     source += axis * len(choice.member)
@@ -138,13 +128,13 @@ def bring_windows(
                 local = mine
                 continue
             send_piece(
-                tables, choice, scratch, tape, slot, mine, other, device, micro, samples, got,
+                lowering, slot, mine, other, device, micro, samples, got,
                 row_bytes * samples * got, samples < owned or got < units * inner,
             )  # fmt: skip
         if parts > 1:
             join_pieces(
-                tables, choice, scratch, tape, slot, device, micro, local, first_piece, count,
-                joined // count, row_bytes * joined,
+                lowering, slot, device, micro, local, first_piece, count, joined // count,
+                row_bytes * joined,
             )  # fmt: skip
 
 
@@ -161,26 +151,25 @@ def needed_buffer(tables: GraphTables, scratch: Scratch, entry: int, device: int
 
 
 @helper
-def convert(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, micro: int
-) -> None:
+def convert(lowering: Lowering, slot: int, micro: int) -> None:
     """Convert a value to the form that a slot needs."""
+    tables, choice, scratch = lowering.tables, lowering.choice, lowering.scratch
     value = tables.slot_value[slot]
     source = choice.division[tables.op_group[tables.value_op[value]]]
     target = choice.division[tables.slot_group[slot]]
     scratch.slot_done[slot] = 1
     if _is_there(tables, choice, scratch, slot, source, target, micro):
         return
-    if source != target and remake(tables, choice, scratch, tape, slot, source, target, micro):
+    if source != target and remake(lowering, slot, source, target, micro):
         return
     for device in range(choice.member.shape[1]):
         scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
     if has_window(tables, slot):
-        bring_windows(tables, choice, scratch, tape, slot, source, target, micro)
+        bring_windows(lowering, slot, source, target, micro)
     elif tables.value_axis[value] == 0:
-        _convert_along_batch(tables, choice, scratch, tape, slot, source, target, micro)
+        _convert_along_batch(lowering, slot, source, target, micro)
     else:
-        _convert_ruled(tables, choice, scratch, tape, slot, source, target, micro)
+        _convert_ruled(lowering, slot, source, target, micro)
 
 
 @helper
@@ -222,11 +211,9 @@ def wait_for_gradients(
 
 
 @helper
-def gather_again(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, reader: int,
-    micro: int,
-) -> None:  # fmt: skip
+def gather_again(lowering: Lowering, op: int, reader: int, micro: int) -> None:
     """Gather an op's inputs again before it reruns for a backward op, the ``reader``."""
+    tables, choice, scratch = lowering.tables, lowering.choice, lowering.scratch
     for entry in range(tables.read_start[op], tables.read_start[op + 1]):
         slot = tables.read_slot[entry]
         if slot < 0 or tables.slot_pass[slot] != FORWARD_PASS or scratch.slot_done[slot] == 2:
@@ -239,7 +226,7 @@ def gather_again(
             if tables.slot_pass[other] == FORWARD_PASS and scratch.slot_done[other] == 1:
                 scratch.slot_done[other] = 0
         wait_for_gradients(tables, choice, scratch, reader, micro)
-        convert(tables, choice, scratch, tape, slot, micro)
+        convert(lowering, slot, micro)
         scratch.slot_done[slot] = 2
 
 
@@ -292,62 +279,60 @@ def _is_there(
 
 @helper
 def _convert_along_batch(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    target: int, micro: int,
-) -> None:  # fmt: skip
+    lowering: Lowering, slot: int, source: int, target: int, micro: int
+) -> None:
     """Convert a value of an op that follows the batch: each device has its own samples."""
+    tables, choice = lowering.tables, lowering.choice
     kind = tables.value_kind[tables.slot_value[slot]]
     whole = tables.slot_whole[slot]
     reader = target + len(choice.member) * tables.slot_axis[slot]
     if kind == _S:
         if source != target:
-            bring(tables, choice, scratch, tape, slot, source, target, micro)
+            bring(lowering, slot, source, target, micro)
         if whole == IN_TEAM:
-            gather_in_teams(tables, choice, scratch, tape, slot, target, target, micro)
+            gather_in_teams(lowering, slot, target, target, micro)
         elif whole == EVERYTHING:
-            gather(tables, choice, scratch, tape, slot, target, micro)
+            gather(lowering, slot, target, micro)
     elif kind == _P:
         if whole == IN_TEAM and source == target:
-            reduce_in_teams(tables, choice, scratch, tape, slot, source, source, micro)
+            reduce_in_teams(lowering, slot, source, source, micro)
         elif whole != AS_MADE or source != target or not _covers(choice, source, reader, micro):
-            reduce(tables, choice, scratch, tape, slot, source, source, micro, False)
+            reduce(lowering, slot, source, source, micro, False)
             if whole == AS_MADE or source != target:
                 who = _who_gets(whole)
-                copy_whole(tables, choice, scratch, tape, slot, source, reader, micro, who)
+                copy_whole(lowering, slot, source, reader, micro, who)
     elif source != reader:
-        copy_whole(tables, choice, scratch, tape, slot, source, reader, micro, ALL)
+        copy_whole(lowering, slot, source, reader, micro, ALL)
 
 
 @helper
-def _convert_ruled(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    target: int, micro: int,
-) -> None:  # fmt: skip
+def _convert_ruled(lowering: Lowering, slot: int, source: int, target: int, micro: int) -> None:
     """Convert a value of an op with a rule: each device has all samples of its team.
 
     Along the axis of the rule a device has its units (S), a part of a sum (P) or everything (R).
     """
+    tables, choice = lowering.tables, lowering.choice
     value = tables.slot_value[slot]
     kind = tables.value_kind[value]
     row = source + len(choice.member) * tables.value_axis[value]
     if kind == _P:
-        if _convert_parts(tables, choice, scratch, tape, slot, source, row, target, micro):
+        if _convert_parts(lowering, slot, source, row, target, micro):
             return
     elif kind == _S:
-        if _convert_slices(tables, choice, scratch, tape, slot, source, row, target, micro):
+        if _convert_slices(lowering, slot, source, row, target, micro):
             return
-    _convert_between_teams(tables, choice, scratch, tape, slot, source, row, target, micro)
+    _convert_between_teams(lowering, slot, source, row, target, micro)
 
 
 @helper
 def _convert_parts(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    row: int, target: int, micro: int,
-) -> bool:  # fmt: skip
+    lowering: Lowering, slot: int, source: int, row: int, target: int, micro: int
+) -> bool:
     """Convert parts of a sum along the axis; returns whether readers now have what they need.
 
     If not, each member of a source team has all of the team's sum.
     """
+    tables, choice = lowering.tables, lowering.choice
     whole = tables.slot_whole[slot]
     reader = target + len(choice.member) * tables.slot_axis[slot]
     same = source == target
@@ -355,45 +340,45 @@ def _convert_parts(
         return True
     over_teams = tables.value_batch_kind[tables.slot_value[slot]]
     if over_teams == _P and (whole != IN_TEAM or not same):
-        reduce(tables, choice, scratch, tape, slot, source, row, micro, False)
+        reduce(lowering, slot, source, row, micro, False)
         if whole == AS_MADE or not same:
             who = _who_gets(whole)
-            copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+            copy_whole(lowering, slot, row, reader, micro, who)
         return True
-    reduce_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
+    reduce_in_teams(lowering, slot, source, row, micro)
     return False
 
 
 @helper
 def _convert_slices(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    row: int, target: int, micro: int,
-) -> bool:  # fmt: skip
+    lowering: Lowering, slot: int, source: int, row: int, target: int, micro: int
+) -> bool:
     """Convert slices along the axis; returns whether readers now have what they need.
 
     If not, each member of a source team has all of the team's slices.
     """
+    tables = lowering.tables
     whole = tables.slot_whole[slot]
     if source != target and tables.value_batch_kind[tables.slot_value[slot]] == _S:
         arrived = target + row - source
-        bring(tables, choice, scratch, tape, slot, row, arrived, micro)
+        bring(lowering, slot, row, arrived, micro)
         if whole != AS_MADE:
-            gather_in_teams(tables, choice, scratch, tape, slot, target, arrived, micro)
+            gather_in_teams(lowering, slot, target, arrived, micro)
         if whole == EVERYTHING:
-            gather(tables, choice, scratch, tape, slot, target, micro)
+            gather(lowering, slot, target, micro)
         return True
     if source == target and whole == AS_MADE:
         return True
-    gather_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
+    gather_in_teams(lowering, slot, source, row, micro)
     return False
 
 
 @helper
 def _convert_between_teams(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    row: int, target: int, micro: int,
-) -> None:  # fmt: skip
+    lowering: Lowering, slot: int, source: int, row: int, target: int, micro: int
+) -> None:
     """Bring a value that each member of a source team has to the devices that read it."""
+    tables, choice = lowering.tables, lowering.choice
     value = tables.slot_value[slot]
     kind, over_teams = tables.value_kind[value], tables.value_batch_kind[value]
     whole, reader_axis = tables.slot_whole[slot], tables.slot_axis[slot]
@@ -405,9 +390,9 @@ def _convert_between_teams(
             wanted = FIRSTS
         if whole == EVERYTHING:
             wanted = OWN
-        bring_whole(tables, choice, scratch, tape, slot, row, reader, target, micro, wanted)
+        bring_whole(lowering, slot, row, reader, target, micro, wanted)
         if whole == EVERYTHING:
-            gather(tables, choice, scratch, tape, slot, target, micro)
+            gather(lowering, slot, target, micro)
     elif over_teams == _P:
         same = source == target and (
             whole != AS_MADE or _each_team_has_a_reader(choice, row, reader, micro)
@@ -416,17 +401,17 @@ def _convert_between_teams(
         is_one_team = choice.teams.num_teams[source] == 1
         if whole == EVERYTHING or not same:
             if not is_one_team:
-                reduce(tables, choice, scratch, tape, slot, source, row, micro, True)
+                reduce(lowering, slot, source, row, micro, True)
             if not same or is_one_team:
                 who = ALL if whole == EVERYTHING else FIRST_TEAM
-                copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+                copy_whole(lowering, slot, row, reader, micro, who)
         # Otherwise each member keeps it; for a reader of partial sums it counts as zero on all
         # members but the first that has it and reads it.
     elif row != reader:
         who = ALL
         if is_first_of_sum:
             who = FIRST if reader_axis == 0 else FIRSTS
-        copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+        copy_whole(lowering, slot, row, reader, micro, who)
 
 
 @helper

@@ -3,7 +3,7 @@
 Also sends a gradient that replicas already have whole to replicas that computed nothing.
 """
 
-from heterog.lowering.choice import Choice
+from heterog.lowering.choice import Choice, Lowering
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import TaskKind
 from heterog.lowering.tables import Domain, GraphTables
@@ -104,14 +104,13 @@ def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> 
 
 
 @helper
-def share_whole_gradient(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
-) -> None:
+def share_whole_gradient(lowering: Lowering, parameter: int, micro: int) -> None:
     """Send a gradient that other replicas have whole to replicas that compute nothing.
 
     The sender is the first device that has it, or the first of the receiver's team if teams have
     different parts of a sum.
     """
+    tables, choice, scratch, tape = lowering
     value, slot = tables.parameter_gradient[parameter], tables.gradient_slot[parameter]
     division = choice.division[tables.parameter_group[parameter]]
     size = tables.gradient_bytes[parameter]
@@ -148,10 +147,9 @@ def share_whole_gradient(
 
 
 @helper
-def accumulate(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
-) -> None:
+def accumulate(lowering: Lowering, parameter: int, micro: int) -> None:
     """Add a micro-batch's gradient to the existing sum, or keep it as the first."""
+    tables, choice, scratch, tape = lowering
     size = tables.gradient_bytes[parameter]
     for device in range(choice.member.shape[1]):
         fresh = fresh_gradient(tables, choice, scratch, parameter, device)

@@ -4,7 +4,7 @@ With parameter servers (``serve``), devices push gradients to a home, which sums
 pull parameters.
 """
 
-from heterog.lowering.choice import Choice
+from heterog.lowering.choice import Choice, Lowering
 from heterog.lowering.gradients import (
     bucket_key,
     is_whole_everywhere,
@@ -15,7 +15,7 @@ from heterog.lowering.gradients import (
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import TaskKind
 from heterog.lowering.slices import finish_gradient
-from heterog.lowering.tables import Domain, GraphTables
+from heterog.lowering.tables import Domain
 from heterog.lowering.tape import (
     NUM_BUFFERS,
     Scratch,
@@ -57,10 +57,9 @@ def _gives(
 
 
 @helper
-def serve(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
-) -> None:
+def serve(lowering: Lowering, parameter: int) -> None:
     """Push every gradient to the parameter's home, sum and update there, pull."""
+    tables, choice, scratch, tape = lowering
     home = choice.home[parameter]
     division = choice.division[tables.parameter_group[parameter]]
     size = tables.gradient_bytes[parameter]
@@ -140,23 +139,22 @@ def number_buckets(choice: Choice, scratch: Scratch) -> None:
 
 
 @helper
-def synchronise(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
-) -> None:
+def synchronise(lowering: Lowering, parameter: int) -> None:
     """Sum a finished gradient and update its parameter, or put it into its bucket."""
+    tables, choice, scratch, tape = lowering
     group = tables.parameter_group[parameter]
     if choice.home[parameter] >= 0:
-        serve(tables, choice, scratch, tape, parameter)
+        serve(lowering, parameter)
         return
     if num_rings(tables, choice, parameter) == 0:
         for device in range(choice.member.shape[1]):
-            if _begin_update(tables, choice, scratch, tape, parameter, device):
+            if _begin_update(lowering, parameter, device):
                 read_gradient(scratch, tape, parameter, device)
                 write_read(tape, scratch.last_read[parameter, device])
                 scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
         return
     if choice.sharded[group] >= Sharded.STATE:
-        finish_gradient(tables, choice, scratch, tape, parameter, choice.num_micro - 1)
+        finish_gradient(lowering, parameter, choice.num_micro - 1)
         return
     key = bucket_key(tables, choice, scratch, parameter)
     size = tables.gradient_bytes[parameter]
@@ -169,14 +167,13 @@ def synchronise(
     scratch.next_in_bucket[parameter] = -1
     scratch.open_bytes[key] += size
     if scratch.open_bytes[key] >= scratch.full_bytes[key]:
-        close_bucket(tables, choice, scratch, tape, key)
+        close_bucket(lowering, key)
 
 
 @helper
-def _begin_update(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, device: int
-) -> bool:
+def _begin_update(lowering: Lowering, parameter: int, device: int) -> bool:
     """Begin the optimizer step of a device's part of a parameter; ``False`` if it has none."""
+    tables, choice, tape = lowering.tables, lowering.choice, lowering.tape
     units = own_part(tables, choice, parameter, device)
     if units == 0:
         return False
@@ -190,15 +187,14 @@ def _begin_update(
 
 
 @helper
-def close_bucket(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, key: int
-) -> None:
+def close_bucket(lowering: Lowering, key: int) -> None:
     """All-reduce (or reduce-scatter and all-gather) a bucket in its rings, then update.
 
     The bucket is named by its first parameter. A bucket of one tensor is synchronised in place.
     The tensors of a larger bucket are first copied into one flat tensor on each device, and so is
     the part of a tensor that one of several rings sums.
     """
+    tables, choice, scratch, tape = lowering
     first = scratch.open_first[key]
     size = scratch.open_bytes[key]
     scratch.open_first[key] = -1
@@ -212,30 +208,25 @@ def close_bucket(
         parameter = scratch.next_in_bucket[parameter]
     first_ring, end_ring = choice.rings.first[group, domain], choice.rings.end[group, domain]
     for ring in range(first_ring, end_ring):
-        _add_up(tables, choice, scratch, tape, first, ring, ring - first_ring, size)
+        _add_up(lowering, first, ring, ring - first_ring, size)
     parameter = first
     while parameter >= 0:
-        _update_replicas(tables, choice, scratch, tape, parameter, first, first_ring, end_ring)
+        _update_replicas(lowering, parameter, first, first_ring, end_ring)
         parameter = scratch.next_in_bucket[parameter]
 
 
 @helper
-def _add_up(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int,
-    number: int, size: float,
-) -> None:  # fmt: skip
+def _add_up(lowering: Lowering, first: int, ring: int, number: int, size: float) -> None:
     """Sum a bucket's gradients in one ring.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``flat_buffer`` and ``ring_token`` are written.
-        tape: Output.
+        lowering: Its ``flat_buffer``, ``ring_token`` and tape are written.
         first: First parameter, which names the bucket.
         ring: Row of ``choice.rings``.
         number: Index of the ring among those of the bucket.
         size: Bytes of the whole bucket.
     """
+    choice, scratch, tape = lowering.choice, lowering.scratch, lowering.tape
     rings = choice.rings
     num_devices = choice.member.shape[1]
     size *= rings.part[ring]
@@ -294,16 +285,16 @@ def _read_part(scratch: Scratch, tape: Tape, first: int, number: int, device: in
 
 @helper
 def _update_replicas(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, first: int,
-    first_ring: int, end_ring: int,
-) -> None:  # fmt: skip
+    lowering: Lowering, parameter: int, first: int, first_ring: int, end_ring: int
+) -> None:
     """Update a parameter on each device that has a part of it.
 
     In a bucket the gradient is a view of the flat copy.
     """
+    choice, scratch, tape = lowering.choice, lowering.scratch, lowering.tape
     rings = choice.rings
     for device in range(choice.member.shape[1]):
-        if not _begin_update(tables, choice, scratch, tape, parameter, device):
+        if not _begin_update(lowering, parameter, device):
             continue
         is_alone = True  # no ring: an island of one device among larger islands
         for ring in range(first_ring, end_ring):

@@ -4,7 +4,7 @@ A piece is a part of a value that one device holds; it is sent to another device
 Instead of a transfer, the reading device may run the ops of the value again; see ``keeping``.
 """
 
-from heterog.lowering.choice import Choice, is_first
+from heterog.lowering.choice import Choice, Lowering, is_first
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import TaskKind
 from heterog.lowering.tables import GraphTables
@@ -14,7 +14,6 @@ from heterog.lowering.tape import (
     NUM_BUFFERS,
     NUM_TASKS,
     Scratch,
-    Tape,
     set_units,
     turn_of,
     work_of,
@@ -56,16 +55,13 @@ def bytes_of(tables: GraphTables, value: int, samples: int, units: int) -> float
 
 @helper
 def send_piece(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
-    other: int, device: int, micro: int, samples: int, units: int, size: float, is_cut: bool,
+    lowering: Lowering, slot: int, mine: int, other: int, device: int, micro: int, samples: int,
+    units: int, size: float, is_cut: bool,
 ) -> None:  # fmt: skip
     """Send a piece of a device's value, which is first cut out if it is not contiguous.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``slot_buffer`` is written.
-        tape: Output.
+        lowering: Its ``slot_buffer`` and tape are written.
         slot: The slot to fill.
         mine: Buffer of the device that sends.
         other: Device that sends.
@@ -76,6 +72,7 @@ def send_piece(
         size: Bytes of the piece.
         is_cut: Whether it is copied out before it is sent.
     """
+    tables, choice, scratch, tape = lowering
     maker = tables.value_op[tables.slot_value[slot]]
     turns = choice.turns
     if is_cut:
@@ -96,16 +93,13 @@ def send_piece(
 
 @helper
 def join_pieces(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
-    micro: int, local: int, first_piece: int, samples: int, units: int, size: float,
+    lowering: Lowering, slot: int, device: int, micro: int, local: int, first_piece: int,
+    samples: int, units: int, size: float,
 ) -> None:  # fmt: skip
     """Join a device's own piece of a value with the pieces that it has received.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``slot_buffer`` is written.
-        tape: Output.
+        lowering: Its ``slot_buffer`` and tape are written.
         slot: The slot to fill.
         device: Device on which they are joined.
         micro: Number of the micro-batch.
@@ -115,6 +109,7 @@ def join_pieces(
         units: Number of units of all pieces, or of rows for a window; -1 if they are whole.
         size: Bytes of all pieces.
     """
+    tables, choice, scratch, tape = lowering
     value = tables.slot_value[slot]
     turns = choice.turns
     pieces = tape.counts[NUM_BUFFERS]
@@ -144,22 +139,17 @@ reader of each team gets the samples of the team."""
 
 
 @helper
-def bring(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    target: int, micro: int,
-) -> None:  # fmt: skip
+def bring(lowering: Lowering, slot: int, source: int, target: int, micro: int) -> None:
     """Bring each target device its box from the devices whose boxes overlap it.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``slot_buffer`` is written.
-        tape: Output.
+        lowering: Its ``slot_buffer`` and tape are written.
         slot: The slot to fill.
         source: Row of the maker.
         target: Row of the same axis in the division of the reader.
         micro: Number of the micro-batch.
     """
+    tables, choice, scratch, tape = lowering
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
     fraction = tables.value_moved_fraction[value]
@@ -189,26 +179,23 @@ def bring(
                 local = mine
                 continue
             _send(
-                tables, choice, scratch, tape, slot, mine, other, device, micro, overlap,
-                overlap_units, owned, owned_units, fraction,
+                lowering, slot, mine, other, device, micro, overlap, overlap_units, owned,
+                owned_units, fraction,
             )  # fmt: skip
         if missing > 0:
             tape.counts[APART] = 1
-        _join(
-            tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
-            units, fraction,
-        )  # fmt: skip
+        _join(lowering, slot, device, micro, parts, local, first_piece, count, units, fraction)
 
 
 @helper
 def bring_whole(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    reader: int, target: int, micro: int, wanted: int,
-) -> None:  # fmt: skip
+    lowering: Lowering, slot: int, source: int, reader: int, target: int, micro: int, wanted: int
+) -> None:
     """Bring each target device its samples of a value that all members of a source team hold.
 
     A member of that team uses its own copy; others get it from the member at their position.
     """
+    tables, choice, scratch, tape = lowering
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
     axis = tables.value_axis[value]
@@ -249,16 +236,10 @@ def bring_whole(
             if other == device:
                 local = mine
                 continue
-            _send(
-                tables, choice, scratch, tape, slot, mine, other, device, micro, overlap, -1,
-                owned, -1, fraction,
-            )  # fmt: skip
+            _send(lowering, slot, mine, other, device, micro, overlap, -1, owned, -1, fraction)
         if missing > 0:
             tape.counts[APART] = 1
-        _join(
-            tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
-            -1, fraction,
-        )  # fmt: skip
+        _join(lowering, slot, device, micro, parts, local, first_piece, count, -1, fraction)
 
 
 @helper
@@ -288,11 +269,11 @@ def _sends(
 
 @helper
 def _send(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
-    other: int, device: int, micro: int, overlap: int, units: int, owned: int, owned_units: int,
-    fraction: float,
+    lowering: Lowering, slot: int, mine: int, other: int, device: int, micro: int, overlap: int,
+    units: int, owned: int, owned_units: int, fraction: float,
 ) -> None:  # fmt: skip
     """Send a piece of a value, which is first cut out if it is not contiguous."""
+    tables = lowering.tables
     value = tables.slot_value[slot]
     size = bytes_of(tables, value, overlap, units) * fraction
     if tables.value_axis[value] == 0:
@@ -302,36 +283,32 @@ def _send(
     else:
         contiguous = overlap == owned and tables.value_is_outermost[value] == 1
     is_cut = (overlap < owned or units < owned_units) and not contiguous
-    send_piece(
-        tables, choice, scratch, tape, slot, mine, other, device, micro, overlap, units, size,
-        is_cut,
-    )  # fmt: skip
+    send_piece(lowering, slot, mine, other, device, micro, overlap, units, size, is_cut)
 
 
 @helper
 def _join(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
-    micro: int, parts: int, local: int, first_piece: int, count: int, units: int, fraction: float,
+    lowering: Lowering, slot: int, device: int, micro: int, parts: int, local: int,
+    first_piece: int, count: int, units: int, fraction: float,
 ) -> None:  # fmt: skip
     """Join the pieces of a value that a device has received, if there are several."""
+    tables = lowering.tables
     if parts < 2:
         return
     size = bytes_of(tables, tables.slot_value[slot], count, units) * fraction
-    join_pieces(
-        tables, choice, scratch, tape, slot, device, micro, local, first_piece, count, units, size
-    )
+    join_pieces(lowering, slot, device, micro, local, first_piece, count, units, size)
 
 
 @helper
 def copy_whole(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    target: int, micro: int, who: int,
-) -> None:  # fmt: skip
+    lowering: Lowering, slot: int, source: int, target: int, micro: int, who: int
+) -> None:
     """Convert R to R: send a copy to every target device that has none.
 
     Unless ``who`` is ``ALL``, only some devices get it and it counts as zero on the others: the
     whole value is read as a partial sum.
     """
+    tables, choice, scratch, tape = lowering
     value = tables.slot_value[slot]
     axis = tables.value_axis[value]
     size = tables.value_bytes[value] + (
@@ -380,20 +357,14 @@ def may_remake(tables: GraphTables, slot: int) -> bool:
 
 
 @helper
-def remake(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
-    target: int, micro: int,
-) -> bool:  # fmt: skip
+def remake(lowering: Lowering, slot: int, source: int, target: int, micro: int) -> bool:
     """Make a slot's value on the devices that read it, if they have no part of it.
 
     The first op waits for the input that ``wait_for_inputs`` has noted. Otherwise a device would
     make the values of all its micro-batches as soon as it is idle, and hold them.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``slot_buffer`` is written.
-        tape: Output.
+        lowering: Its ``slot_buffer`` and tape are written.
         slot: The slot to fill.
         source: Division of the maker.
         target: Division of the reader, another one.
@@ -402,6 +373,7 @@ def remake(
     Returns:
         Whether the value is made there; if not, nothing was written.
     """
+    tables, choice, scratch, tape = lowering
     if not may_remake(tables, slot):
         return False
     value = tables.slot_value[slot]

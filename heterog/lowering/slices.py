@@ -29,7 +29,7 @@ Nothing else goes from group to group.
 If every replica has the whole gradient already, each updates the parameter, as without ZeRO.
 """
 
-from heterog.lowering.choice import Choice
+from heterog.lowering.choice import Choice, Lowering
 from heterog.lowering.gradients import bucket_key, fresh_gradient, num_rings, own_part
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import IntArray, TaskKind
@@ -83,13 +83,12 @@ def owned_part(tables: GraphTables, choice: Choice, parameter: int, device: int)
 
 
 @helper
-def number_sliced_buckets(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape
-) -> None:
+def number_sliced_buckets(lowering: Lowering) -> None:
     """Put sliced parameters into buckets, in the order in which their gradients are finished.
 
     This comes first, because stage 3 gathers a bucket before any gradient is finished.
     """
+    tables, choice, scratch, tape = lowering
     scratch.open_first[:] = -1
     for entry in range(len(tables.finished_parameter)):
         parameter = tables.finished_parameter[entry]
@@ -142,17 +141,15 @@ def begin_sliced_step(scratch: Scratch) -> None:
 
 
 @helper
-def note_reader(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
-    micro: int, is_backward: int,
-) -> None:  # fmt: skip
+def note_reader(lowering: Lowering, op: int, division: int, micro: int, is_backward: int) -> None:
     """Note an op as the first reader of the latest gather of its pass."""
+    tables, choice, scratch = lowering.tables, lowering.choice, lowering.scratch
     value = tables.value_start[op]
     if value == tables.value_start[op + 1]:
         return
     for device in range(choice.member.shape[1]):
         if choice.shares[division, micro, device] > 0:
-            row = _anchor_row(tables, choice, scratch, tape, op, device, is_backward)
+            row = _anchor_row(lowering, op, device, is_backward)
             scratch.anchor[row + 1, device] = scratch.anchor[row, device]
             scratch.anchor[row, device] = scratch.value_buffer[value, device]
 
@@ -178,14 +175,12 @@ def _lane_before(last_turn: IntArray, device: int, lane: int, turn: int) -> int:
 
 
 @helper
-def _anchor_row(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, device: int,
-    is_backward: int,
-) -> int:  # fmt: skip
+def _anchor_row(lowering: Lowering, op: int, device: int, is_backward: int) -> int:
     """Row of the anchor of the last gather that the next gather of a pass must follow.
 
     The first gathers of the backward pass follow the last gathers of the forward pass.
     """
+    tables, choice, scratch, tape = lowering
     if choice.turns.rule == AS_STATED:
         work = max(work_of(tables, choice.turns, op), is_backward)
         chunk = max(choice.turns.chunk[tables.op_group[op], device], 0)
@@ -204,14 +199,14 @@ def _anchor_row(
 
 @helper
 def gather_parameters(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
-    micro: int, is_backward: int,
-) -> bool:  # fmt: skip
+    lowering: Lowering, op: int, division: int, micro: int, is_backward: int
+) -> bool:
     """Gather, in stage 3, the buckets that an op is the first of its pass to read.
 
     All devices that run any reader of a bucket get it: under a rule a later reader may run where
     this op has no samples. Ops that run again count as backward. Returns whether any was gathered.
     """
+    tables, choice, scratch, tape = lowering
     num_devices = choice.member.shape[1]
     once, any_gathered = choice.turns.once, False
     turn = 2 * micro + is_backward + 1
@@ -259,7 +254,7 @@ def gather_parameters(
                 member = scratch.next_in_bucket[member]
             for device in range(num_devices):
                 if runs[device] >= 0:
-                    row = _anchor_row(tables, choice, scratch, tape, op, device, is_backward)
+                    row = _anchor_row(lowering, op, device, is_backward)
                     write_read(tape, scratch.anchor[row + 1, device])
             for device in range(num_devices):
                 if runs[device] < 0:
@@ -302,11 +297,9 @@ def _reads_later(
 
 
 @helper
-def finish_gradient(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int,
-    micro: int,
-) -> None:  # fmt: skip
+def finish_gradient(lowering: Lowering, parameter: int, micro: int) -> None:
     """Count a finished gradient; scatter a complete bucket, and update in the last micro-batch."""
+    tables, choice, scratch, tape = lowering
     first = tape.bucket[parameter]
     scratch.unfinished[first] -= 1
     if scratch.unfinished[first] > 0:
@@ -314,26 +307,24 @@ def finish_gradient(
     scratch.unfinished[first] = scratch.bucket_count[first]
     group, domain = tables.parameter_group[first], tables.gradient_domain[first]
     for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
-        _scatter(tables, choice, scratch, tape, first, ring, micro)
+        _scatter(lowering, first, ring, micro)
     if micro == choice.num_micro - 1:
         for ring in range(
             choice.rings.end[group, domain], choice.rings.end_between[group, domain]
         ):
-            _add_up_copies(tables, choice, scratch, tape, first, ring)
+            _add_up_copies(lowering, first, ring)
         for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
-            _update(tables, choice, scratch, tape, first, ring)
+            _update(lowering, first, ring)
 
 
 @helper
-def _scatter(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int,
-    micro: int,
-) -> None:  # fmt: skip
+def _scatter(lowering: Lowering, first: int, ring: int, micro: int) -> None:
     """Reduce-scatter a bucket's gradients from the devices of a ring that have some.
 
     In stages 2 and 3 a device goes on when all but the last reduce-scatter are done: a device that
     runs ahead of its links would keep all gradients.
     """
+    tables, choice, scratch, tape = lowering
     rings = choice.rings
     size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
     by_micro = scatters_by_micro(choice, tables.parameter_group[first])
@@ -343,7 +334,7 @@ def _scatter(
             scratch.flat_buffer[0, device] = -1
             if _has_gradients(tables, choice, scratch, first, device, by_micro):
                 num_senders += rings.member[ring, device]
-                _flatten(tables, choice, scratch, tape, first, device, micro, size)
+                _flatten(lowering, first, device, micro, size)
     write_task(tape, TaskKind.REDUCE_SCATTER, first, -1, micro, 0, rings.first_channel[ring], size)
     write_read(tape, scratch.slice_token[first, _first_member(choice, ring)])
     for device in range(choice.member.shape[1]):
@@ -365,10 +356,9 @@ def _scatter(
 
 
 @helper
-def _add_up_copies(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int
-) -> None:
+def _add_up_copies(lowering: Lowering, first: int, ring: int) -> None:
     """Sum a slice of a bucket's gradients over the slice groups, in place."""
+    tables, choice, scratch, tape = lowering
     rings, micro = choice.rings, choice.num_micro - 1
     size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
     by_micro = scatters_by_micro(choice, tables.parameter_group[first])
@@ -402,11 +392,9 @@ def _has_gradients(
 
 
 @helper
-def _flatten(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, device: int,
-    micro: int, size: float,
-) -> None:  # fmt: skip
+def _flatten(lowering: Lowering, first: int, device: int, micro: int, size: float) -> None:
     """Copy a device's gradients of a bucket into one flat tensor; a single one stays in place."""
+    tables, choice, scratch, tape = lowering
     sharded = choice.sharded[tables.parameter_group[first]]
     by_micro = scatters_by_micro(choice, tables.parameter_group[first])
     single = scratch.next_in_bucket[first] < 0
@@ -529,10 +517,9 @@ def _own_gradient(
 
 
 @helper
-def _update(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int
-) -> None:
+def _update(lowering: Lowering, first: int, ring: int) -> None:
     """Update the slices of a ring; in stages 1 and 2 also gather the parameters."""
+    tables, choice, scratch, tape = lowering
     rings = choice.rings
     num_devices = choice.member.shape[1]
     group = tables.parameter_group[first]

@@ -14,19 +14,14 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
 from heterog.grouped import grouped
-from heterog.lowering import Choice, Decided, Encoder
+from heterog.lowering import Choice, DistinctDecisions, Encoder
 from heterog.lowering.channels import ChannelTable, balanced_slices
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.strategy import (
-    REPLICATED,
-    Decision,
-    Strategy,
-    Sync,
-)
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.sync import Sharded
 
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -216,7 +211,7 @@ class StrategySpace:
         # Convert only the few candidates in use, because a search adds thousands.
         numbers = sorted(set(row.tolist()))
         decisions = [self.candidates[number] for number in numbers]
-        decided = Decided(decisions, np.searchsorted(numbers, row).astype(np.int32))
+        decided = DistinctDecisions(decisions, np.searchsorted(numbers, row).astype(np.int32))
         return self._encoder(tables).encode(
             decided,
             micro_batches=micro_batches,
@@ -236,7 +231,7 @@ class StrategySpace:
             known = self._encoders[id(tables)] = tables, Encoder(tables, self._channels)
         return known[1]
 
-    def _homes_of(self, decided: Decided, tables: GraphTables) -> IntArray:
+    def _homes_of(self, decided: DistinctDecisions, tables: GraphTables) -> IntArray:
         """Homes of the parameters: served ones are balanced over their own group's devices.
 
         Args:
@@ -274,7 +269,7 @@ class StrategySpace:
         tables = graph_tables(self.graph, op_rules)
         numbers, of_group = np.unique(row, return_inverse=True)
         decisions = [self.candidates[number] for number in numbers.tolist()]
-        homes = self._homes_of(Decided(decisions, of_group.astype(np.int32)), tables)
+        homes = self._homes_of(DistinctDecisions(decisions, of_group.astype(np.int32)), tables)
         return Strategy(
             graph=self.graph.fingerprint,
             cluster=self.cluster.fingerprint(),

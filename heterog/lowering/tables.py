@@ -21,11 +21,7 @@ from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase, TensorK
 from heterog.graph.placement import OpRules, Placement, TensorMeta
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES
 from heterog.lowering.kernels import by_reference
-from heterog.lowering.sparse_tables import (
-    SparseTables,
-    sparse_tables,
-    starts_of,
-)
+from heterog.lowering.sparse_tables import SparseTables, sparse_tables, starts_of
 from heterog.lowering.value_reads import (
     ANY_PASS,
     NO_WINDOW,

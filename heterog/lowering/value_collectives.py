@@ -6,30 +6,21 @@ op's rule says so, and complete slices that need one number per row from the oth
 (``complete_in_teams``).
 """
 
-from heterog.lowering.choice import Choice, is_first
+from heterog.lowering.choice import Choice, Lowering, is_first
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import TaskKind
 from heterog.lowering.sends import bytes_of
 from heterog.lowering.tables import KIND_NUMBER, GraphTables
-from heterog.lowering.tape import (
-    Scratch,
-    Tape,
-    set_units,
-    write_buffer,
-    write_read,
-    write_task,
-)
+from heterog.lowering.tape import Scratch, Tape, set_units, write_buffer, write_read, write_task
 from heterog.lowering.value_reads import ANY_PASS
 
 _S = KIND_NUMBER["S"]
 
 
 @helper
-def gather(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
-    micro: int,
-) -> None:  # fmt: skip
+def gather(lowering: Lowering, slot: int, division: int, micro: int) -> None:
     """Gather the samples of all devices: a padded all-gather to every member of a division."""
+    tables, choice, scratch, tape = lowering
     channel = choice.gather_channel[division]
     if channel < 0:
         return
@@ -55,14 +46,12 @@ def gather(
 
 
 @helper
-def gather_in_teams(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
-    row: int, micro: int,
-) -> None:  # fmt: skip
+def gather_in_teams(lowering: Lowering, slot: int, division: int, row: int, micro: int) -> None:
     """Gather the parts of the members of each team: a padded all-gather inside it.
 
     Parts are samples if the row is the division itself, otherwise units of the row's axis.
     """
+    tables, choice, scratch, tape = lowering
     value = tables.slot_value[slot]
     teams = choice.teams
     begin, end = scratch.span[division, 0], scratch.span[division, 1]
@@ -122,22 +111,19 @@ def _meet(
 
 @helper
 def reduce(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
-    row: int, micro: int, only_firsts: bool,
-) -> None:  # fmt: skip
+    lowering: Lowering, slot: int, division: int, row: int, micro: int, only_firsts: bool
+) -> None:
     """Convert P to R: an all-reduce over every member of a division.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``slot_buffer`` is written.
-        tape: Output.
+        lowering: Its ``slot_buffer`` and tape are written.
         slot: The slot to fill.
         division: Division of the maker.
         row: Row of the maker; devices with a share of it have a part.
         micro: Number of the micro-batch.
         only_firsts: Whether members of a team have the same part, which is added once.
     """
+    tables, choice, scratch, tape = lowering
     channel = choice.reduce_channel[division]
     if channel < 0:
         return
@@ -160,11 +146,9 @@ def reduce(
 
 
 @helper
-def reduce_in_teams(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
-    row: int, micro: int,
-) -> None:  # fmt: skip
+def reduce_in_teams(lowering: Lowering, slot: int, division: int, row: int, micro: int) -> None:
     """Convert P to R inside each team: an all-reduce over its members."""
+    tables, choice, scratch, tape = lowering
     value = tables.slot_value[slot]
     teams = choice.teams
     begin, end = scratch.span[division, 0], scratch.span[division, 1]
@@ -185,21 +169,16 @@ def reduce_in_teams(
 
 
 @helper
-def scatter_in_teams(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int,
-    micro: int,
-) -> None:  # fmt: skip
+def scatter_in_teams(lowering: Lowering, value: int, row: int, micro: int) -> None:
     """Convert P to S inside each team, along the value's axis: a padded reduce-scatter.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``value_buffer`` is written.
-        tape: Output.
+        lowering: Its ``value_buffer`` and tape are written.
         value: The value, just made.
         row: Row of its op; devices with a share of it have a part.
         micro: Number of the micro-batch.
     """
+    tables, choice, scratch, tape = lowering
     teams = choice.teams
     division, axis = row % len(choice.member), tables.value_axis[value]
     begin, end = scratch.span[division, 0], scratch.span[division, 1]
@@ -223,10 +202,7 @@ def scatter_in_teams(
 
 
 @helper
-def exchange_in_teams(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int,
-    micro: int,
-) -> None:  # fmt: skip
+def exchange_in_teams(lowering: Lowering, value: int, row: int, micro: int) -> None:
     """Cut a value along another axis inside each team: a padded all-to-all.
 
     A device's box is its own samples if an axis is the batch, otherwise all samples of its team
@@ -234,14 +210,12 @@ def exchange_in_teams(
     of n gets n pieces of s u units.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``value_buffer`` is written.
-        tape: Output.
+        lowering: Its ``value_buffer`` and tape are written.
         value: The value, just made.
         row: Row of its op, which determines the boxes before the exchange.
         micro: Number of the micro-batch.
     """
+    tables, choice, scratch, tape = lowering
     teams = choice.teams
     division, axis = row % len(choice.member), tables.value_axis[value]
     begin, end = scratch.span[division, 0], scratch.span[division, 1]
@@ -271,23 +245,18 @@ def exchange_in_teams(
 
 
 @helper
-def complete_in_teams(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int,
-    micro: int,
-) -> None:  # fmt: skip
+def complete_in_teams(lowering: Lowering, value: int, row: int, micro: int) -> None:
     """Complete slices inside each team: an all-gather of one number per row.
 
     A member that has all units needs no numbers of others.
 
     Args:
-        tables: Tables of the graph.
-        choice: The strategy.
-        scratch: Working memory; its ``value_buffer`` is written.
-        tape: Output.
+        lowering: Its ``value_buffer`` and tape are written.
         value: The value, whose op has computed these numbers.
         row: Row of its op; devices with a share of it have slices.
         micro: Number of the micro-batch.
     """
+    tables, choice, scratch, tape = lowering
     teams = choice.teams
     division, units = row % len(choice.member), tables.axis_units[row // len(choice.member)]
     begin, end = scratch.span[division, 0], scratch.span[division, 1]

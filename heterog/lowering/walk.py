@@ -5,7 +5,7 @@ An op of a micro-batch becomes a compute task on each device that has samples or
 (``recompute_before``).
 """
 
-from heterog.lowering.choice import Choice
+from heterog.lowering.choice import Choice, Lowering
 from heterog.lowering.convert import (
     convert,
     gather_again,
@@ -67,15 +67,13 @@ _S = KIND_NUMBER["S"]
 
 
 @helper
-def compute_op(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
-    micro: int,
-) -> None:  # fmt: skip
+def compute_op(lowering: Lowering, op: int, division: int, micro: int) -> None:
     """Write an op's task on each device of a division that has a share.
 
     Nearly all tasks of a program are made here, so they are written directly, with the counts of
     the tape in registers, instead of through ``write_task``.
     """
+    tables, choice, scratch, tape = lowering
     num_devices = choice.member.shape[1]
     axis = tables.op_axis[op]
     plain = division - axis * len(choice.member)
@@ -195,10 +193,9 @@ def _gives_permit(
 
 
 @helper
-def recompute_before(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, reader: int, micro: int
-) -> None:
+def recompute_before(lowering: Lowering, reader: int, micro: int) -> None:
     """Rerun the forward ops that are due before a backward op, by what its group keeps."""
+    tables, choice = lowering.tables, lowering.choice
     group = tables.op_group[reader]
     ops, first, end = tables.recompute_op, 0, 0
     if choice.recompute[group] > 1:
@@ -208,20 +205,20 @@ def recompute_before(
     elif tables.op_recomputes[reader] == 1:
         first, end = tables.recompute_start[group], tables.recompute_start[group + 1]
     if first < end:
-        _rerun(tables, choice, scratch, tape, ops, first, end, reader, micro)
+        _rerun(lowering, ops, first, end, reader, micro)
 
 
 @helper
 def _rerun(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, ops: IntArray, first: int,
-    end: int, reader: int, micro: int,
-) -> None:  # fmt: skip
+    lowering: Lowering, ops: IntArray, first: int, end: int, reader: int, micro: int
+) -> None:
     """Rerun forward ops of a group before one of its backward ops, the ``reader``.
 
     They read the same inputs as the first time, except for recomputed ones. The first op waits for
     the gradients that the reader waits for. Otherwise a device that is ahead of others would hold
     recomputed values for as long as if it had kept them.
     """
+    tables, choice, scratch, tape = lowering
     group = tables.op_group[reader]
     num_divisions = len(choice.member)
     num_devices = choice.member.shape[1]
@@ -232,10 +229,10 @@ def _rerun(
     for position in range(first, end):
         op = ops[position]
         division = choice.division[group] + num_divisions * tables.op_axis[op]
-        gather_again(tables, choice, scratch, tape, op, reader, micro)
+        gather_again(lowering, op, reader, micro)
         gathers = False
         if choice.sharded[group] == Sharded.PARAMETERS:
-            gathers = gather_parameters(tables, choice, scratch, tape, op, division, micro, 1)
+            gathers = gather_parameters(lowering, op, division, micro, 1)
         for device in range(num_devices):
             share = choice.shares[division, micro, device]
             if share == 0:
@@ -262,7 +259,7 @@ def _rerun(
                     size *= samples / tables.batch_size
                 scratch.value_buffer[value, device] = write_buffer(tape, device, size)
         if gathers:
-            note_reader(tables, choice, scratch, tape, op, division, micro, 1)
+            note_reader(lowering, op, division, micro, 1)
     if turns.rule != BY_MICRO_BATCH:
         take_turns(turns, tape, group, work_of(tables, turns, reader), micro)
 
@@ -270,6 +267,7 @@ def _rerun(
 @kernel
 def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
+    lowering = Lowering(tables, choice, scratch, tape)
     num_divisions = len(choice.member)
     tape.counts[:] = 0
     tape.bucket[:] = -1
@@ -286,7 +284,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
             has_gathers |= choice.sharded[group] == Sharded.PARAMETERS
     if has_slices:
         find_pipelines(tables, choice, scratch)
-        number_sliced_buckets(tables, choice, scratch, tape)
+        number_sliced_buckets(lowering)
     turns = choice.turns
     has_turns, is_capped = turns.rule != BY_MICRO_BATCH, len(turns.cap) > 0
     for step in range(choice.num_steps):
@@ -310,13 +308,13 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
                     number = step * choice.num_micro + micro
                     shares = choice.shares[division, micro]
                     ask_permits(turns, scratch, shares, group, work, number)
-                _lower_op(tables, choice, scratch, tape, op, division, micro, has_gathers)
+                _lower_op(lowering, op, division, micro, has_gathers)
                 if tape.counts[OVERFLOW] != 0:
                     return False
         last_turns(turns, tape, choice.num_micro)
         for key in range(len(scratch.open_first)):
             if scratch.open_first[key] >= 0:
-                close_bucket(tables, choice, scratch, tape, key)
+                close_bucket(lowering, key)
     end = tape.tasks[tape.counts[NUM_TASKS]]
     end.read_start = tape.counts[NUM_READS]
     end.buffer_start = tape.counts[NUM_BUFFERS]
@@ -337,34 +335,30 @@ def _find_spans(choice: Choice, scratch: Scratch) -> None:
 
 
 @helper
-def _lower_op(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
-    micro: int, has_gathers: bool,
-) -> None:  # fmt: skip
+def _lower_op(lowering: Lowering, op: int, division: int, micro: int, has_gathers: bool) -> None:
     """Write an op's conversions, the op itself, and everything that it completes."""
-    _bring_inputs(tables, choice, scratch, tape, op, division, micro)
+    tables, choice, scratch = lowering.tables, lowering.choice, lowering.scratch
+    _bring_inputs(lowering, op, division, micro)
     gathers = False
     if has_gathers:
         is_backward = tables.op_is_backward[op]
-        gathers = gather_parameters(
-            tables, choice, scratch, tape, op, division, micro, is_backward
-        )
+        gathers = gather_parameters(lowering, op, division, micro, is_backward)
     if tables.op_group[op] >= 0 and choice.recompute[tables.op_group[op]] > 0:
-        recompute_before(tables, choice, scratch, tape, op, micro)
-    compute_op(tables, choice, scratch, tape, op, division, micro)
+        recompute_before(lowering, op, micro)
+    compute_op(lowering, op, division, micro)
     if gathers:
         is_backward = tables.op_is_backward[op]
-        note_reader(tables, choice, scratch, tape, op, division, micro, is_backward)
+        note_reader(lowering, op, division, micro, is_backward)
     if tables.op_recut[op] == Recut.SUMMED:
-        scatter_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
+        scatter_in_teams(lowering, tables.value_start[op], division, micro)
     elif tables.op_recut[op] == Recut.EXCHANGED:
-        exchange_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
+        exchange_in_teams(lowering, tables.value_start[op], division, micro)
     elif tables.op_recut[op] == Recut.COMPLETED:
-        complete_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
+        complete_in_teams(lowering, tables.value_start[op], division, micro)
     for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
         parameter = tables.finished_parameter[entry]
         _note_last_readers(tables, scratch, parameter)
-        _finish_parameter(tables, choice, scratch, tape, parameter, micro)
+        _finish_parameter(lowering, parameter, micro)
 
 
 @helper
@@ -401,11 +395,9 @@ def _forget_values(tables: GraphTables, choice: Choice, scratch: Scratch) -> Non
 
 
 @helper
-def _bring_inputs(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
-    micro: int,
-) -> None:  # fmt: skip
+def _bring_inputs(lowering: Lowering, op: int, division: int, micro: int) -> None:
     """Convert the inputs of an op that have not been converted yet."""
+    tables, choice, scratch = lowering.tables, lowering.choice, lowering.scratch
     num_divisions = len(choice.member)
     plain = division % num_divisions
     is_remade = False
@@ -430,7 +422,7 @@ def _bring_inputs(
                 wait_for_inputs(tables, choice, scratch, op)
             elif tables.slot_pass[slot] == BACKWARD_PASS:
                 wait_for_gradients(tables, choice, scratch, op, micro)
-            convert(tables, choice, scratch, tape, slot, micro)
+            convert(lowering, slot, micro)
         if not is_remade:
             return
     scratch.awaited[:] = -1
@@ -455,24 +447,23 @@ def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) ->
 
 
 @helper
-def _finish_parameter(
-    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
-) -> None:
+def _finish_parameter(lowering: Lowering, parameter: int, micro: int) -> None:
     """Handle a finished gradient of a micro-batch: keep it, add it up, synchronise."""
+    tables, choice, scratch = lowering.tables, lowering.choice, lowering.scratch
     slot = tables.gradient_slot[parameter]
     if slot >= 0 and scratch.slot_done[slot] == 0:  # made in parts, but the parameter is whole
-        convert(tables, choice, scratch, tape, slot, micro)
+        convert(lowering, slot, micro)
     if is_shared(tables, choice, parameter):
-        share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
+        share_whole_gradient(lowering, parameter, micro)
     by_micro = scatters_by_micro(choice, tables.parameter_group[parameter])
     if by_micro and num_rings(tables, choice, parameter) > 0:
-        finish_gradient(tables, choice, scratch, tape, parameter, micro)
+        finish_gradient(lowering, parameter, micro)
         return
     if micro == 0:
         for device in range(choice.member.shape[1]):
             fresh = fresh_gradient(tables, choice, scratch, parameter, device)
             scratch.gradient_buffer[parameter, device] = fresh
     else:
-        accumulate(tables, choice, scratch, tape, parameter, micro)
+        accumulate(lowering, parameter, micro)
     if micro == choice.num_micro - 1:
-        synchronise(tables, choice, scratch, tape, parameter)
+        synchronise(lowering, parameter)

@@ -10,7 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from heterog.runtime.checkpoint.boxes import Entry
     from heterog.runtime.checkpoint.contents import Contents
-    from heterog.runtime.checkpoint.left_out import Kept
+    from heterog.runtime.checkpoint.left_out import LeftOutParts
     from heterog.runtime.deploy import DeployedStep
     from heterog.runtime.step.collectives import Communicator
     from heterog.runtime.step.executor import StepExecutor
@@ -97,7 +97,7 @@ class RankMode:
         """Entries of a checkpoint that this rank adds."""
         return []
 
-    def left_out(self, step: "DeployedStep") -> "Iterator[Kept]":
+    def left_out(self, step: "DeployedStep") -> "Iterator[LeftOutParts]":
         """Errors that codecs have left out of the mode's messages."""
         yield from ()
 

@@ -106,12 +106,7 @@ _MOST_RANGES = 40
 _MOST_PIECES = 10
 _MOST_NAMES = 4
 
-LIMIT_COLOURS = {
-    Limit.COMPUTE: "c1",
-    Limit.LINK: "c5",
-    Limit.LATENCY: "c7",
-    Limit.WAIT: "c4",
-}
+LIMIT_COLOURS = {Limit.COMPUTE: "c1", Limit.LINK: "c5", Limit.LATENCY: "c7", Limit.WAIT: "c4"}
 _LIMIT_WORDS = {
     Limit.COMPUTE: "compute",
     Limit.LINK: "bytes on links",

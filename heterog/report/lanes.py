@@ -202,10 +202,7 @@ def _pieces(
 
 
 def _merged(
-    timeline: Timeline,
-    lanes: Sequence[ViewLane],
-    categories: npt.NDArray[np.int64],
-    span_s: float,
+    timeline: Timeline, lanes: Sequence[ViewLane], categories: npt.NDArray[np.int64], span_s: float
 ) -> _Pieces:
     """Pieces in which tasks shorter than a span are joined with others that begin in the span."""
     program = timeline.program

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from heterog.cluster.topology import Cluster
-from heterog.explain.decided import IN_SLICES, MADE_WHOLE, Decided, Lowered, Range
+from heterog.explain.decided import IN_SLICES, MADE_WHOLE, Decided, LoweredStrategy, Range
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
@@ -67,7 +67,7 @@ def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleN
             node.recomputed.add(decision.recompute)
             # Plus one, because an op without FLOPs is placed as well.
             node.weight[placed] = node.weight.get(placed, 0.0) + op.flops + 1.0
-    ways = Lowered(lower(graph, cluster, strategy, num_steps=1), strategy, graph).ways
+    ways = LoweredStrategy(lower(graph, cluster, strategy, num_steps=1), strategy, graph).ways
     for (op_index, tensor, _), home, way in zip(graph.updates, strategy.homes, ways, strict=True):
         words = _sync(strategy.decisions[group[op_index]], home, cluster)
         words = way if way in (IN_SLICES, MADE_WHOLE) else words
@@ -313,11 +313,7 @@ def range_names(ranges: Sequence[Range]) -> list[str]:
         return [range_name(each) for each in ranges]
     return [
         range_name(
-            replace(
-                each,
-                first=each.first.partition(".")[2],
-                last=each.last.partition(".")[2],
-            )
+            replace(each, first=each.first.partition(".")[2], last=each.last.partition(".")[2])
         )
         for each in ranges
     ]

@@ -92,9 +92,7 @@ def _ranges_of_devices(explanation: Explanation) -> Mapping[int, list[tuple[str,
 
 
 def _devices_svg(
-    explanation: Explanation,
-    devices: Sequence[int],
-    told: Mapping[int, list[tuple[str, str]]],
+    explanation: Explanation, devices: Sequence[int], told: Mapping[int, list[tuple[str, str]]]
 ) -> str:
     columns = min(len(devices), _PER_ROW)
     rows = -(-len(devices) // _PER_ROW)

@@ -27,7 +27,7 @@ from heterog.grouped import grouped
 from heterog.methods.built_in import MethodNote
 from heterog.methods.planner import MethodRow
 from heterog.report.modules import placement_lines
-from heterog.search.arrivals.queueing import Verdict
+from heterog.search.arrivals.queueing import JobVerdict
 from heterog.search.objective import cost_per_step
 from heterog.search.plan import Plan
 from heterog.search.stability import reference_of
@@ -267,7 +267,7 @@ def _reasons(rows: Iterable[MethodRow]) -> Text | None:
     return Text("\n".join(lines)) if lines else None
 
 
-def jobs_table(verdicts: Sequence[Verdict], *, title: str = "") -> Table:
+def jobs_table(verdicts: Sequence[JobVerdict], *, title: str = "") -> Table:
     """Result of each arriving job: devices, start and end, or why it was blocked."""
     times = dict.fromkeys(("arrives", "starts", "ends"), _NUMBER)
     rows = (
@@ -575,11 +575,7 @@ def _in_lines(text: str, room: int, most: int) -> list[str]:
     if not text:
         return []
     return textwrap.wrap(
-        " ".join(text.split()),
-        room,
-        max_lines=most,
-        placeholder=" ...",
-        break_on_hyphens=False,
+        " ".join(text.split()), room, max_lines=most, placeholder=" ...", break_on_hyphens=False
     )
 
 

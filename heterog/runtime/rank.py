@@ -40,12 +40,7 @@ from heterog.runtime.accelerators import (
 )
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
-from heterog.runtime.ranks.background import (
-    Governor,
-    LowPriorityThread,
-    Trainer,
-    has_own_process,
-)
+from heterog.runtime.ranks.background import Governor, LowPriorityThread, Trainer, has_own_process
 from heterog.runtime.ranks.host_places import rank_in_plan
 from heterog.runtime.ranks.watching import COMPILING
 from heterog.runtime.request import RunRequest, read_request

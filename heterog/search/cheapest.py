@@ -37,9 +37,7 @@ from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.methods.registry import AUTO
 from heterog.names import first_of
 from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
-from heterog.search.allotment import (
-    Allotment,
-)
+from heterog.search.allotment import Allotment
 from heterog.search.objective import hosts_used, rent_per_s
 from heterog.search.portfolio import prepare, run_methods
 from heterog.search.request import Request, SeedPlanner, Session

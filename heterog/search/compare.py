@@ -10,9 +10,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import ENDLESS, MethodRow, Spending, Stop
 from heterog.methods.registry import AUTO
 from heterog.pricing.cost_model import CostModel
-from heterog.search.allotment import (
-    NOISE_PART,
-)
+from heterog.search.allotment import NOISE_PART
 from heterog.search.issue_order import IssuedSteps, Rehearse
 from heterog.search.plan_file import row_to_dict
 from heterog.search.portfolio import (
@@ -105,10 +103,7 @@ def compare_methods(request: Request, session: Session | None = None) -> Compari
     if has_auto:
         rows.append(_picked(rows, rows))
     bound = lower_bound_s(
-        request.graph,
-        request.cluster,
-        evaluator.cost_model,
-        with_op_rules=use_op_rules(rows),
+        request.graph, request.cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows)
     ).seconds
     if request.step_barrier:
         assert_not_below(rows, bound)

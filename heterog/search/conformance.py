@@ -8,13 +8,7 @@ from dataclasses import replace
 
 from heterog.cluster import Cluster
 from heterog.errors import ConformanceError, HeterogError
-from heterog.methods.planner import (
-    STAGES,
-    Budget,
-    Planner,
-    PlanResult,
-    Problem,
-)
+from heterog.methods.planner import STAGES, Budget, Planner, PlanResult, Problem
 from heterog.methods.registry import AUTO, Methods
 from heterog.names import name_fault
 from heterog.search.judging import run_method

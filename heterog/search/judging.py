@@ -417,7 +417,7 @@ Ran = tuple[MethodRow, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class SeatTurn:
     """The next work of one seat.
 
     Attributes:
@@ -482,7 +482,7 @@ def prepare_seat(request: Request, planners: tuple[Planner, ...]) -> None:
         planner.prepare(evaluator)
 
 
-def take_turn(request: Request, turn: Turn) -> list[Ran]:
+def take_turn(request: Request, turn: SeatTurn) -> list[Ran]:
     """Run a turn on this seat; returns the results of its methods, in their order.
 
     A seat that was asked to stop hands over what it has.

@@ -207,11 +207,7 @@ class Cost:
 
 
 def cost_of(
-    graph: OpGraph,
-    cluster: Cluster,
-    strategy: Strategy,
-    step_time_s: float,
-    objective: Objective,
+    graph: OpGraph, cluster: Cluster, strategy: Strategy, step_time_s: float, objective: Objective
 ) -> Cost:
     """The cost of a strategy on a cluster with prices.
 

@@ -36,9 +36,7 @@ from heterog.methods.planner import (
 )
 from heterog.pricing.device_models.parameters import shipped_peak_errors
 from heterog.pricing.intervals import Interval, PeakErrors
-from heterog.search.allotment import (
-    Allotment,
-)
+from heterog.search.allotment import Allotment
 from heterog.search.background import BackgroundPlan, plan_background
 from heterog.search.cheapest import CheapestSearch, Offer, offers_of_rows
 from heterog.search.history import MethodHistory, SearchHistory

@@ -13,14 +13,7 @@ from importlib import import_module
 
 from heterog.errors import StrategyError
 from heterog.lowering.kernels import compilation_told
-from heterog.methods.planner import (
-    MethodRow,
-    Planner,
-    Problem,
-    Rank,
-    Spending,
-    by_time,
-)
+from heterog.methods.planner import MethodRow, Planner, Problem, Rank, Spending, by_time
 from heterog.methods.registry import AUTO, Methods
 from heterog.pricing.intervals import Interval
 from heterog.search.allotment import Allotment

@@ -14,9 +14,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem, Progress, Stop
 from heterog.methods.registry import AUTO, Methods, built_in_methods
 from heterog.pricing.cost_model import CostModel
-from heterog.search.allotment import (
-    Allotment,
-)
+from heterog.search.allotment import Allotment
 from heterog.search.objective import FASTEST, Objective
 from heterog.simulator.engine import Order
 from heterog.strategy.layouts.layout import Layout, LayoutError

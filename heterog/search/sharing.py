@@ -5,24 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from heterog.methods.planner import (
-    Budget,
-    Candidate,
-    MethodRow,
-    Planner,
-    Problem,
-    Progress,
-    Stop,
-)
-from heterog.search.allotment import (
-    Allotment,
-)
+from heterog.methods.planner import Budget, Candidate, MethodRow, Planner, Problem, Progress, Stop
+from heterog.search.allotment import Allotment
 from heterog.search.judging import (
     JUDGED_PART,
     STARVED,
     Contender,
     Ran,
-    Turn,
+    SeatTurn,
     can_be_sent,
     deal,
     next_of,
@@ -365,7 +355,7 @@ class SharesTogether(Shares):
         self._progress(f"{what}, {len(parts)} at a time", 0.0, _best_s(self.rows.values()))
         seeds = tuple(self._candidates)
         turns = [
-            Turn(
+            SeatTurn(
                 methods=tuple(seat),
                 seeds=seeds,
                 seed=self._asked.seed + number,

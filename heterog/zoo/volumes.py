@@ -55,9 +55,7 @@ def cosmoflow(batch_size: int, width: int) -> Workload:
 
 
 def segmentation(
-    batch_size: int,
-    width: int,
-    channels: tuple[tuple[int, int], ...] = UNET_CHANNELS,
+    batch_size: int, width: int, channels: tuple[tuple[int, int], ...] = UNET_CHANNELS
 ) -> Workload:
     """A 3D U-Net on cubes of any width, with any channels.
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from heterog.balance.across_samples import Rows, rows_together
+from heterog.balance.across_samples import RowsTogether, rows_together
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts
 from heterog.balance.replicas import ReplicaCheck
@@ -229,7 +229,7 @@ def test_strided_nested_tensors_have_no_shape() -> None:
     nested = torch.nested.as_nested_tensor(parts, layout=torch.strided)
     found = torch.nested.to_padded_tensor(nn.Linear(WIDTH, 4)(nested).softmax(-1), 0.0)
     assert rows_together(found.mean(), 2) is None
-    assert rows_together(found.mean().exp(), 2) == Rows(2, 1)
+    assert rows_together(found.mean().exp(), 2) == RowsTogether(2, 1)
 
 
 @pytest.mark.parametrize("center", [torch.full((4,), 2.0), torch.tensor([-2.0, 2.0, 2.0, 2.0])])

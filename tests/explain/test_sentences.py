@@ -17,7 +17,7 @@ from torch.nn import functional
 from heterog.cli.found import _beside
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
-from heterog.explain.decided import Aggregation, what_was_decided
+from heterog.explain.decided import AggregatedParameters, what_was_decided
 from heterog.explain.explanation import Explanation, explain
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
@@ -414,7 +414,7 @@ def way_of(parameter: int, counted: Counted, strategy: Strategy) -> str:
     return "servers" if len(strategy.decisions[group].devices) > 1 else "elsewhere"
 
 
-def told(aggregations: Sequence[Aggregation]) -> dict[str, int]:
+def told(aggregations: Sequence[AggregatedParameters]) -> dict[str, int]:
     """Parameters by the last word of how they are aggregated."""
     short = {
         "ring all-reduce": "all-reduce", "hierarchical all-reduce": "all-reduce",

@@ -6,7 +6,7 @@ import pickle
 import random
 import resource
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.runtime.checkpoint import files, load_checkpoint, read_contents, save_checkpoint
 from heterog.runtime.checkpoint import steps as checkpoint
-from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, checksum_of
-from heterog.runtime.checkpoint.files import read_boxes, read_tensors
+from heterog.runtime.checkpoint.files import read_tensors
 from heterog.runtime.checkpoint.state import new_options
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.search.plan import load_plan
@@ -314,38 +313,6 @@ def test_parts_that_do_not_fit_together(
         read_contents(folder)
 
 
-def test_runs_of_elements_that_version_3_saved_are_read(tmp_path: Path) -> None:
-    """Parts were runs of flattened tensors; a box of the whole takes elements of several."""
-    whole = torch.arange(35.0).view(5, 7)
-    (tmp_path / "data-0").mkdir()
-    runs = {f"model.w[{begin}:{end}]": (begin, end) for begin, end in [(0, 9), (9, 10), (10, 35)]}
-    entries = []
-    for name, (begin, end) in runs.items():
-        box = whole_box((end - begin,))
-        value = whole.reshape(-1)[begin:end]
-        entries.append(Entry(whole=name, shape=box.sizes, box=box, value=value))
-    saved = {
-        name: replace(each, whole="model.w", whole_shape=(5, 7), begin=runs[name][0])
-        for name, each in files.write_tensors(entries, tmp_path / "data-0", 0).items()
-    }
-    tensors = {name: asdict(each) for name, each in saved.items()}
-    for each in tensors.values():
-        del each["offsets"]
-    record = {
-        "schema_version": 3, "heterog": "", "torch": "", "model": "m", "graph": "",
-        "optimizer": "SGD", "num_steps": 1, "data": "data-0", "tensors": tensors, "states": {},
-        "extra": {},
-    }  # fmt: skip
-    record = json.loads(json.dumps(record))
-    text = json.dumps({**record, "sha256": checksum_of(record)})
-    (tmp_path / "checkpoint.json").write_text(text)
-    contents = read_contents(tmp_path)
-    assert torch.equal(read_tensors(contents, tmp_path, ["model.w"])["model.w"], whole)
-    part = torch.empty(2, 4)
-    read_boxes(contents, tmp_path, {"model.w": [(Box((1, 2), (2, 4)), part)]})
-    assert torch.equal(part, whole[1:3, 2:6])
-
-
 @pytest.mark.distributed
 def test_a_smaller_cluster_goes_on_as_one_device_would(
     two_ranks: Ranks, graph: OpGraph, saved: Path, tmp_path: Path
@@ -493,10 +460,11 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank(
 
 def damaged(saved: Path, folder: Path, changes: dict[str, Any]) -> Path:
     """A copy of a checkpoint with other fields."""
-    unsummed = {**asdict(read_contents(saved)), "sha256": ""}
-    contents: dict[str, Any] = {"schema_version": 1, **unsummed, **changes}
+    record = {"schema_version": 4, **asdict(read_contents(saved)), **changes}
+    contents: dict[str, Any] = json.loads(json.dumps(record))
     folder.mkdir()
-    (folder / "checkpoint.json").write_text(json.dumps(contents))
+    text = json.dumps({**contents, "sha256": checksum_of(contents)})
+    (folder / "checkpoint.json").write_text(text)
     for path in (saved / "data-0").iterdir():
         (folder / "data-0").mkdir(exist_ok=True)
         (folder / "data-0" / path.name).write_bytes(path.read_bytes())
@@ -521,7 +489,7 @@ def test_damaged_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     index.write_bytes(index.read_bytes()[:-100])
     assert "is not valid JSON" in said(cut)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"schema_version": 7}, "has schema_version 7; this heterog reads 1"),
+        ({"schema_version": 7}, "has schema_version 7; this heterog reads 4"),
         ({"data": "../../etc"}, "no data folder has the name '../../etc'"),
         ({"tensors": {"model.0.weight": {}}}, "field 'tensors.model.0.weight.shape' is missing"),
         ({"tensors": 3}, "field 'tensors' should be a valid dict"),
@@ -530,7 +498,7 @@ def test_damaged_folders_are_refused(saved: Path, tmp_path: Path) -> None:
         (_part([0], [2]), "a part of x has other dimensions than its 2"),
         (_part([0, 0], [2, 2]), "the parts of x leave a gap or overlap at [0, 2]"),
         (_part([1, 0], [2, 3]), "a part of x reaches out of its (2, 3)"),
-        (_part([], [7]), "x[0:1] reaches out of the 6 elements of x"),
+        (_part([], [7]), "a part of x has other dimensions than its 2"),
         ({"tensors": {}}, "'step' of 0.weight is nowhere"),
     ]
     for number, (changes, text) in enumerate(cases):
@@ -581,12 +549,14 @@ def test_a_full_disk_says_what_was_needed_and_keeps_the_old(
 
 def _tensor(file: str = "__0_0.distcp", dtype: str = "float32") -> dict[str, Any]:
     one = {"shape": [1], "dtype": dtype, "file": file, "offset": 0, "num_bytes": 1}
+    one["sha256"] = "0" * 64
     return {"tensors": {"x": one}}
 
 
 def _part(offsets: list[int], shape: list[int]) -> dict[str, Any]:
-    """One box of a tensor of 2 x 3 elements; without offsets a run, as version 3 had them."""
+    """One box of a tensor of 2 x 3 elements."""
     one = {"shape": shape, "dtype": "uint8", "file": "__0_0.distcp", "offset": 0, "num_bytes": 9}
+    one["sha256"] = "0" * 64
     return {
         "tensors": {"x[0:1]": {**one, "whole": "x", "whole_shape": [2, 3], "offsets": offsets}}
     }

@@ -19,10 +19,10 @@ from heterog.search.arrivals.profiled import (
 from heterog.search.arrivals.queueing import (
     RULES,
     JobFeatures,
+    JobOutcome,
+    JobPlace,
     JobQueueing,
     JobRequest,
-    Outcome,
-    Place,
     at_most,
     blocking_rate,
     causes,
@@ -67,11 +67,11 @@ class Alike:
     def features(self, kind: str) -> JobFeatures:
         return JobFeatures.of([1.0], [1.0], [], 1)
 
-    def place(self, kind: str, degree: int, occupied: int) -> Place | None:
+    def place(self, kind: str, degree: int, occupied: int) -> JobPlace | None:
         free = [number for number in range(self.num_devices) if not occupied >> number & 1]
         if len(free) < degree:
             return None
-        return Place(devices=sum(1 << number for number in free[:degree]), seconds=self.seconds)
+        return JobPlace(devices=sum(1 << number for number in free[:degree]), seconds=self.seconds)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,12 @@ def test_why_a_job_is_blocked() -> None:
     asked = iter([3, 4, 1, 4, 4])
     verdicts = run_rule(cluster, requests, lambda state: next(asked), end_s=150.0)
     assert [verdict.outcome for verdict in verdicts] == [
-        Outcome.REJECTED, Outcome.ACCEPTED, Outcome.NO_ROOM, Outcome.TOO_LATE, Outcome.UNFINISHED
-    ]  # fmt: skip
+        JobOutcome.REJECTED,
+        JobOutcome.ACCEPTED,
+        JobOutcome.NO_ROOM,
+        JobOutcome.TOO_LATE,
+        JobOutcome.UNFINISHED,
+    ]
     assert causes(verdicts)["accepted"] == pytest.approx(0.2)
     state = JobQueueing(cluster, [])
     with pytest.raises(HeterogError, match="all jobs are decided"):

@@ -28,11 +28,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,11 +38,7 @@ from heterog.garbage import without_collector
 from heterog.graph.capture.kernels import check_dtypes
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import UnknownBuffers, clear_errors, trace
-from heterog.graph.grouped_rows import (
-    has_grouped_products,
-    index_whole_rows,
-    leave_unsorted,
-)
+from heterog.graph.grouped_rows import has_grouped_products, index_whole_rows, leave_unsorted
 from heterog.graph.op_graph import GraphTensor, OpGraph, TensorKind
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.python_state import same_draws

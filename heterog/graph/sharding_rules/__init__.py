@@ -11,14 +11,7 @@ and arguments, and no torch.
   losses, too), ``spatial``, ``view``.
 """
 
-from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the table
-    indexing,
-    matmul,
-    pointwise,
-    reduction,
-    spatial,
-    view,
-)
+from heterog.graph.sharding_rules import indexing, matmul, pointwise, reduction, spatial, view  # noqa: F401 - importing fills the table
 from heterog.graph.sharding_rules.legal import (
     RUNS_ON_WINDOWS,
     claims_checked,

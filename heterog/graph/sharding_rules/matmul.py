@@ -38,11 +38,7 @@ from heterog.graph.sharding_rules.table import (
 
 @splits("mm.default", linear=[(0,), (1,)])
 def _mm(call: OpCall) -> list[Axis]:
-    return [
-        axis(call, (0,), self=0),
-        axis(call, (1,), mat2=1),
-        axis(call, (P,), self=1, mat2=0),
-    ]
+    return [axis(call, (0,), self=0), axis(call, (1,), mat2=1), axis(call, (P,), self=1, mat2=0)]
 
 
 @splits("bmm.default", linear=[(0,), (1,)])
@@ -146,11 +142,7 @@ def _distances_backward(call: OpCall) -> list[Axis]:
     for d in range(rows):
         points = aligned(other, (*out[:rows], *other[-2:]), d)  # they may be those of all samples
         batch.append(along(d, aligned(one, out, d), points, d))
-    return [
-        *batch,
-        along(rows, len(one) - 2, R, rows),
-        along(columns, R, len(other) - 2, P),
-    ]
+    return [*batch, along(rows, len(one) - 2, R, rows), along(columns, R, len(other) - 2, P)]
 
 
 @splits(

@@ -126,10 +126,7 @@ def _layer_norm_backward(call: OpCall) -> list[Axis]:
 
 @splits("native_group_norm.default")
 def _group_norm(call: OpCall) -> list[Axis]:
-    return [
-        axis(call, (0, 0, 0), input=0),
-        axis(call, (1, 1, 1), input=1, weight=0, bias=0),
-    ]
+    return [axis(call, (0, 0, 0), input=0), axis(call, (1, 1, 1), input=1, weight=0, bias=0)]
 
 
 @splits("native_group_norm_backward.default", linear=[("grad_out",)])

@@ -2,14 +2,7 @@
 
 from heterog.graph.placement import OpCall, P, R
 from heterog.graph.sharding_rules.local import AFFINE_GRIDS
-from heterog.graph.sharding_rules.table import (
-    Axis,
-    Special,
-    axis,
-    integer,
-    positions,
-    splits,
-)
+from heterog.graph.sharding_rules.table import Axis, Special, axis, integer, positions, splits
 
 
 @splits("convolution.default", linear=[("input", "bias"), ("weight", "bias")], summand="bias")

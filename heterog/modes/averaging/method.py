@@ -118,11 +118,7 @@ class AveragedReplicas(Planner):
             best = min(found, key=by_preference)
 
     def _unless_worth(
-        self,
-        evaluator: Evaluator,
-        whole: Tried,
-        team: tuple[int, ...],
-        speeds: tuple[float, ...],
+        self, evaluator: Evaluator, whole: Tried, team: tuple[int, ...], speeds: tuple[float, ...]
     ) -> Tried | None:
         """The strategy without an island; ``None`` if the island is worth its communication."""
         kept = [each for each in whole[1].decisions[0].teams if each != team]

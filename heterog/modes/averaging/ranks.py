@@ -29,7 +29,7 @@ from heterog.modes.on_ranks import MakeExecutor, RankMode, Reading, Rehearsal, p
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.held import name_and_shape, stepped_values
-from heterog.runtime.checkpoint.left_out import Kept
+from heterog.runtime.checkpoint.left_out import LeftOutParts
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.measure.rehearsal import AFTER, Stage
 from heterog.runtime.step.collectives import Communicator, Pending
@@ -236,11 +236,11 @@ class Averager(RankMode):
             found += _island_state(step)
         return [Entry.of_whole(name, value) for name, value in found]
 
-    def left_out(self, step: "DeployedStep") -> "Iterator[Kept]":
+    def left_out(self, step: "DeployedStep") -> "Iterator[LeftOutParts]":
         """Errors that codecs have left out of the islands' changes."""
         coded = {changes_key(each): each for each in self.every_bucket if each.codec}
         outer = self.outer
-        yield Kept(
+        yield LeftOutParts(
             word="left_out_changes",
             feedback=self.feedback,
             senders={key: set(bucket.senders) for key, bucket in coded.items()},

@@ -13,8 +13,8 @@ One averaging moves the parameters in buckets, and all-reduces each bucket over 
 codec applies to a bucket, the first replica of each island sends the island's changes instead, in
 a message that all replicas gather.
 
-Each replica also makes passes over memory (``Pass``). ``ranks`` makes exactly these passes, which
-are priced here, without encoding and decoding:
+Each replica also makes passes over memory (``MemoryPass``). ``ranks`` makes exactly these passes,
+which are priced here, without encoding and decoding:
 
     x  parameters, in the optimizer's dtype    s  copy of the parameters as sent
     a  parameters after the last averaging     w  weight of the replica, or of its island's message
@@ -395,7 +395,7 @@ def _bucket(
     )
 
 
-class Pass(NamedTuple):
+class MemoryPass(NamedTuple):
     """One pass over memory.
 
     Attributes:
@@ -409,23 +409,23 @@ class Pass(NamedTuple):
     writes: int
 
 
-KEEP = Pass("s = x", 1, 1)
-WEIGH = Pass("f = w x", 1, 1)
-CHANGE = Pass("f = a - x", 2, 1)
-WEIGH_CHANGE = Pass("f = w f", 1, 1)
-CLEAR = Pass("d = 0", 0, 1)
-DIFFER = Pass("d = a - f", 2, 1)
+KEEP = MemoryPass("s = x", 1, 1)
+WEIGH = MemoryPass("f = w x", 1, 1)
+CHANGE = MemoryPass("f = a - x", 2, 1)
+WEIGH_CHANGE = MemoryPass("f = w f", 1, 1)
+CLEAR = MemoryPass("d = 0", 0, 1)
+DIFFER = MemoryPass("d = a - f", 2, 1)
 MOMENTUM = (
-    Pass("m = c m", 1, 1),
-    Pass("m = m + d", 2, 1),
-    Pass("d = d + c m", 2, 1),
+    MemoryPass("m = c m", 1, 1),
+    MemoryPass("m = m + d", 2, 1),
+    MemoryPass("d = d + c m", 2, 1),
 )
-MOVE = Pass("a = a - r d", 2, 1)
-TAKE_OVER = Pass("x = f, or x = a", 1, 1)
-LEARNED_SINCE = (Pass("x = x - s", 2, 1), Pass("x = x + f, or x = x + a", 2, 1))
+MOVE = MemoryPass("a = a - r d", 2, 1)
+TAKE_OVER = MemoryPass("x = f, or x = a", 1, 1)
+LEARNED_SINCE = (MemoryPass("x = x - s", 2, 1), MemoryPass("x = x + f, or x = x + a", 2, 1))
 
 
-def passes_before(averaging: Averaging, *, has_codec: bool, sends: bool) -> tuple[Pass, ...]:
+def passes_before(averaging: Averaging, *, has_codec: bool, sends: bool) -> tuple[MemoryPass, ...]:
     """Passes of a replica before a bucket is encoded or all-reduced.
 
     Args:
@@ -439,20 +439,20 @@ def passes_before(averaging: Averaging, *, has_codec: bool, sends: bool) -> tupl
     return (*kept, CHANGE, WEIGH_CHANGE) if sends else kept
 
 
-def passes_after(averaging: Averaging, *, has_codec: bool) -> tuple[Pass, ...]:
+def passes_after(averaging: Averaging, *, has_codec: bool) -> tuple[MemoryPass, ...]:
     """Passes of a replica around and after the decoding of messages, or after the all-reduce.
 
     Args:
         averaging: The averaging.
         has_codec: Whether the bucket has a codec.
     """
-    found: tuple[Pass, ...] = ()
+    found: tuple[MemoryPass, ...] = ()
     if has_codec or averaging.has_outer:
         found = (CLEAR if has_codec else DIFFER, *(MOMENTUM if averaging.has_outer else ()), MOVE)
     return (*found, *LEARNED_SINCE) if averaging.delay else (*found, TAKE_OVER)
 
 
-def times_moved(passes: Iterable[Pass]) -> int:
+def times_moved(passes: Iterable[MemoryPass]) -> int:
     """Bytes that passes read and write per byte of the bucket.
 
     >>> averaging = Averaging(every=8)

@@ -29,14 +29,7 @@ from heterog.lowering.choice import Choice
 from heterog.lowering.kernels import records
 from heterog.lowering.program import FIRST_FREE_KIND, FloatArray, IntArray, TaskKind
 from heterog.lowering.tables import Domain, GraphTables
-from heterog.lowering.tape import (
-    BUFFER,
-    NUM_BUFFERS,
-    NUM_READS,
-    NUM_TASKS,
-    TASK,
-    Tape,
-)
+from heterog.lowering.tape import BUFFER, NUM_BUFFERS, NUM_READS, NUM_TASKS, TASK, Tape
 from heterog.modes.codecs.value import DECODE_BYTES, CodecRule, CodecRules, Traffic, encode_bytes
 from heterog.modes.mode import EncodedMode
 

@@ -108,7 +108,7 @@ class InTraining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostSeconds:
     """Seconds that the host of a device takes.
 
     Attributes:
@@ -149,7 +149,7 @@ class _Tables(NamedTuple):
     families: Mapping[str, Mapping[str, Family]]
     in_training: Mapping[str, InTraining]
     alone: Mapping[str, InTraining]
-    hosts: Mapping[str, Host]
+    hosts: Mapping[str, HostSeconds]
     collectives: Mapping[str, Mapping[str, CollectiveModel]]
     peaks: PeakErrors
 
@@ -248,7 +248,7 @@ def _issues_all_slots(listed: ListedType) -> bool:
     return listed.chip.process_nm <= _AMPERE_NM and of_each > _ALL_SLOTS_FLOPS
 
 
-def host_of(execution: str) -> Host:
+def host_of(execution: str) -> HostSeconds:
     """Host's seconds in a program that executes steps; see ``cluster.topology.Execution``."""
     return _tables().hosts[execution]
 
@@ -321,7 +321,7 @@ def _tables() -> _Tables:
         {name: InTraining(**row, measured_on=name) for name, row in document[which].items()}
         for which in ("in_training", "alone")
     )
-    hosts = {name: Host(**row) for name, row in document["hosts"].items()}
+    hosts = {name: HostSeconds(**row) for name, row in document["hosts"].items()}
     collectives = {
         type_name: {name: CollectiveModel(**row) for name, row in by_name.items()}
         for type_name, by_name in document["collectives"].items()

@@ -26,20 +26,13 @@ from heterog.records import (
     NumBytes,
     Text,
     Word,
+    parse_dataclass,
     parse_record,
 )
-from heterog.runtime.checkpoint.boxes import (
-    Box,
-    Piece,
-    check_tiling,
-    run_pieces,
-    whole_box,
-    whole_piece,
-)
+from heterog.runtime.checkpoint.boxes import Box, check_tiling, whole_box
 
 SCHEMA_VERSION = 4
-"""Version 4 has parts of tensors as boxes, 3 as runs of elements; 2 no checksums, 1 no parts."""
-_FIRST_WITH_CHECKSUMS = 3
+"""No release wrote earlier versions."""
 DATA_FOLDER = re.compile(r"data-(\d+)")
 _Digest = Annotated[Word, Field(pattern=r"^([0-9a-f]{64})?$")]
 _FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -49,11 +42,10 @@ _FILE = re.compile(r"__\d+_\d+\.distcp")
 class SavedTensor:
     """Place of a tensor: ``num_bytes`` of a file from ``offset`` on.
 
-    ``sha256`` is the checksum of its elements; empty in checkpoints of earlier versions.
+    ``sha256`` is the checksum of its elements; empty in snapshots of jobs that heal.
 
     For a part of a larger tensor, ``whole`` is the larger tensor's name, ``whole_shape`` its shape
-    and ``offsets`` the part's first indices in it. Earlier versions have runs of elements instead,
-    as flat tensors: they have ``begin``, the first element, and no ``offsets``.
+    and ``offsets`` the part's first indices in it.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -67,17 +59,11 @@ class SavedTensor:
     whole: Text = ""
     whole_shape: tuple[Int32, ...] = ()
     offsets: tuple[Int32, ...] = ()
-    begin: NumBytes = 0
 
     @property
-    def pieces(self) -> list[Piece]:
-        """The boxes of the whole tensor that it holds, and their positions in it."""
-        if not self.whole:
-            return [whole_piece(self.shape)]
-        if not self.offsets:
-            end = self.begin + math.prod(self.shape)
-            return run_pieces(self.whole_shape, self.begin, end)
-        return [Piece(Box(self.offsets, self.shape), whole_box(self.shape), self.shape)]
+    def box(self) -> Box:
+        """The box of the whole tensor that it holds."""
+        return Box(self.offsets, self.shape) if self.whole else whole_box(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +153,13 @@ def read_contents(folder: str | Path) -> Contents:
     index = Path(folder) / CHECKPOINT_INDEX
     where = f"checkpoint {index}"
     value = read_json(index, "checkpoint")
-    contents = parse_record(value, Contents, where, versions=(1, 2, 3, SCHEMA_VERSION))
-    summed = value["schema_version"] >= _FIRST_WITH_CHECKSUMS or bool(contents.sha256)
-    if summed and contents.sha256 != checksum_of(value):
+    contents = parse_record(value, Contents, where, versions=(SCHEMA_VERSION,))
+    if contents.sha256 != checksum_of(value):
         raise InputFileError(
             f"{where} is damaged: its checksum is wrong. Resume from another checkpoint."
         )
     try:
-        _check_contents(contents, summed=summed)
+        _check_contents(contents)
     except ValueError as error:
         raise InputFileError(f"{where} does not make sense: {error}.") from error
     _check_files(contents, index.parent)
@@ -187,7 +172,7 @@ def checksum_of(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _check_contents(contents: Contents, *, summed: bool) -> None:
+def _check_contents(contents: Contents) -> None:
     """Check that the fields of an index do not contradict each other.
 
     Raises:
@@ -199,7 +184,7 @@ def _check_contents(contents: Contents, *, summed: bool) -> None:
     for name, tensor in contents.tensors.items():
         if not _FILE.fullmatch(tensor.file):
             raise ValueError(f"{name} cannot be in a file {shown(tensor.file)}")
-        if summed and not tensor.sha256:
+        if not tensor.sha256:
             raise ValueError(f"{name} has no checksum")
         size = math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
         if size > tensor.num_bytes:
@@ -225,12 +210,7 @@ def _check_complete(contents: Contents, whole: str, names: Sequence[str]) -> Non
                 f"{name} is a part of {part.whole_shape} {part.dtype}, but {whole} is {shape} "
                 f"{dtype}"
             )
-        end = part.begin + math.prod(part.shape)
-        if not part.offsets and (len(part.shape) != 1 or end > math.prod(shape)):
-            raise ValueError(f"{name} reaches out of the {math.prod(shape)} elements of {whole}")
-    check_tiling(
-        whole, shape, [piece.box for name in names for piece in contents.tensors[name].pieces]
-    )
+    check_tiling(whole, shape, [contents.tensors[name].box for name in names])
 
 
 def _check_files(contents: Contents, folder: Path) -> None:
@@ -258,7 +238,7 @@ def to_json(items: Mapping[str, SavedTensor | SavedOptimizer]) -> dict[str, Any]
     for record in records.values():
         if not record.get("whole", True):  # not a part
             del record["whole"], record["whole_shape"]
-        for field in ("offsets", "begin", "group"):
+        for field in ("offsets", "group"):
             if not record.get(field, True):
                 del record[field]
     return records
@@ -266,32 +246,13 @@ def to_json(items: Mapping[str, SavedTensor | SavedOptimizer]) -> dict[str, Any]
 
 def tensors_from_json(record: Mapping[str, Any]) -> dict[str, SavedTensor]:
     """Tensors by name, from records of the index."""
-    return {
-        str(name): SavedTensor(
-            shape=tuple(int(size) for size in each["shape"]),
-            dtype=str(each["dtype"]),
-            file=str(each["file"]),
-            offset=int(each["offset"]),
-            num_bytes=int(each["num_bytes"]),
-            sha256=str(each.get("sha256", "")),
-            whole=str(each.get("whole", "")),
-            whole_shape=tuple(int(size) for size in each.get("whole_shape", ())),
-            offsets=tuple(int(first) for first in each.get("offsets", ())),
-            begin=int(each.get("begin", 0)),
-        )
-        for name, each in record.items()
-    }
+    return parse_dataclass(record, dict[str, SavedTensor], "the index of a rank")
 
 
 def states_from_json(record: Mapping[str, Any]) -> dict[str, SavedOptimizer]:
     """States of the optimizer by parameter, from records of the index."""
     return {
-        str(name): SavedOptimizer(
-            options=dict(each["options"]),
-            tensors=tuple(map(str, each["tensors"])),
-            values=dict(each["values"]),
-            group=int(each.get("group", 0)),
-        )
+        name: SavedOptimizer(**{**each, "tensors": tuple(each["tensors"])})
         for name, each in record.items()
     }
 

@@ -164,8 +164,8 @@ def needed(
             yield name
             continue
         for part in contents.parts[name]:
-            saved = contents.tensors[part].pieces
-            if any(box.overlap(piece.box) for piece in saved for box, _ in boxes):
+            saved = contents.tensors[part].box
+            if any(box.overlap(saved) for box, _ in boxes):
                 yield part
 
 
@@ -178,11 +178,10 @@ def _fill(
     """Read saved tensors and copy them to where they are wanted."""
     for name, value in read(names).items():
         saved = contents.tensors[name]
-        for piece in saved.pieces:
-            for box, target in wanted[saved.whole or name]:
-                both = box.overlap(piece.box)
-                if both is not None:
-                    both.of(target, box).copy_(both.of(piece.of(value), piece.box))
+        for box, target in wanted[saved.whole or name]:
+            both = box.overlap(saved.box)
+            if both is not None:
+                both.of(target, box).copy_(both.of(value, saved.box))
 
 
 def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -201,7 +200,7 @@ def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[
             raise InputFileError(
                 f"cannot read checkpoint {folder}: {first_line(error)}"
             ) from error
-        if not is_said or (saved.sha256 and checksum(value) != saved.sha256):
+        if not is_said or checksum(value) != saved.sha256:
             raise InputFileError(
                 f"checkpoint {folder} is damaged: the checksum of {name} in {file} is wrong. "
                 "Resume from another checkpoint."

@@ -26,7 +26,7 @@ from heterog.runtime.step.gradients import ErrorFeedback, Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class LeftOutParts:
     """Left-out parts of one kind on a rank.
 
     Attributes:
@@ -117,7 +117,7 @@ def _saved(contents: Contents, prefix: str) -> dict[int, str]:
     return found
 
 
-def _every_kind(step: DeployedStep) -> Iterator[Kept]:
+def _every_kind(step: DeployedStep) -> Iterator[LeftOutParts]:
     """Left-out parts of gradients in steps, and of changes when islands average."""
     part = step.rank_program
     program = part.program
@@ -126,7 +126,7 @@ def _every_kind(step: DeployedStep) -> Iterator[Kept]:
         if part.rule(task).traffic == Traffic.GRADIENTS:
             key = int(program.subject[task]), part.channel(part.message_of[task]).devices
             senders.setdefault(key, set()).add(int(program.device[task]))
-    yield Kept(
+    yield LeftOutParts(
         word="left_out",
         feedback=step.feedback,
         senders=senders,
@@ -145,7 +145,7 @@ def _size(step: DeployedStep, row: int) -> int:
     return graph.tensors[graph.updates[row][1]].meta.num_elements
 
 
-def _prefix(step: DeployedStep, kept: Kept, row: int) -> str:
+def _prefix(step: DeployedStep, kept: LeftOutParts, row: int) -> str:
     return f"{kept.word}.{name_and_shape(step, row)[0]}."
 
 

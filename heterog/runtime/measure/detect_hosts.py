@@ -101,10 +101,7 @@ def listed(name: str) -> FoundDevice:
     """A device of the catalogue, with the least memory that its name allows."""
     kind = min(matching_types(name), key=lambda each: each.memory_bytes)
     return FoundDevice(
-        label=name,
-        type=kind,
-        is_listed=True,
-        usable_memory_bytes=usable_bytes(kind.memory_bytes),
+        label=name, type=kind, is_listed=True, usable_memory_bytes=usable_bytes(kind.memory_bytes)
     )
 
 

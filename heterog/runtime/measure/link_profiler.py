@@ -16,11 +16,7 @@ from heterog.runtime.accelerators import from_every_rank, is_accelerated, synchr
 from heterog.runtime.step.collectives import Communicator, Pending
 
 PAYLOADS = (4 * 1024, 64 * 1024, 512 * 1024, 3 * 1024**2)
-_COLLECTIVES = (
-    ChannelKind.ALL_REDUCE_RING,
-    ChannelKind.REDUCE_SCATTER,
-    ChannelKind.ALL_GATHER,
-)
+_COLLECTIVES = (ChannelKind.ALL_REDUCE_RING, ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
 
 _LinkCase = tuple[ChannelKind, tuple[int, ...], int, bool]
 """Kind, devices, number of bytes, and whether the devices compute meanwhile."""

@@ -30,11 +30,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, InputFileError
 from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomically
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.pricing.op_fits import (
-    LinkMeasurement,
-    Measurements,
-    OpMeasurement,
-)
+from heterog.pricing.op_fits import LinkMeasurement, Measurements, OpMeasurement
 from heterog.records import Record, Text, parse_record
 from heterog.runtime.accelerators import (
     device_count,

@@ -119,11 +119,7 @@ class Forks:
         self._is_lost = not hasattr(os, "pidfd_open")
 
     def start(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        variables: Mapping[str, str],
-        words: Path,
+        self, module: str, arguments: Sequence[str], variables: Mapping[str, str], words: Path
     ) -> "_Forked | None":
         """Fork a rank in a process group of its own.
 

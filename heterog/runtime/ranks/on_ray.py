@@ -254,10 +254,7 @@ class Host:
         self._open.close()
 
     def _start(
-        self,
-        generation: int,
-        arguments: Sequence[str],
-        variables: Mapping[int, Mapping[str, str]],
+        self, generation: int, arguments: Sequence[str], variables: Mapping[int, Mapping[str, str]]
     ) -> None:
         """Start ranks with these arguments of Python."""
         interface = interface_of(self._address)
@@ -468,9 +465,7 @@ def placed(ray: Any, cluster: Cluster, **options: Any) -> Any:
     """
     asked = asked_of_nodes(cluster, offers(ray))
     group = ray.util.placement_group(
-        asked,
-        strategy="STRICT_SPREAD" if len(asked) > 1 else "STRICT_PACK",
-        **options,
+        asked, strategy="STRICT_SPREAD" if len(asked) > 1 else "STRICT_PACK", **options
     )
     if not group.wait(PLACED_S):
         ray.util.remove_placement_group(group)

@@ -32,11 +32,7 @@ class LaunchError(HeterogError):
     """
 
     def __init__(
-        self,
-        text: str,
-        last_words: Mapping[int, str] | None = None,
-        *,
-        lost: Sequence[int] = (),
+        self, text: str, last_words: Mapping[int, str] | None = None, *, lost: Sequence[int] = ()
     ) -> None:
         super().__init__(text)
         self.last_words = dict(last_words or {})

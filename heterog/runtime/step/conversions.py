@@ -35,7 +35,7 @@ from heterog.runtime.step.spans import (
     unit_rows,
 )
 from heterog.runtime.step.special_ops import completed
-from heterog.runtime.step.values import Held, Values, rows_held
+from heterog.runtime.step.values import HeldValue, Values, rows_held
 
 _Box = tuple[Span, Span, RowSet | None]
 """Samples and units of a part of a value; or rows, if its readers need rows of neighbours."""
@@ -149,7 +149,7 @@ class Conversions:
             size = codec.message_bytes(like.numel(), like.element_size())
             like = torch.empty(size, dtype=torch.uint8, device=like.device)
         received = self._communicator.receive(like, src, task, self._lane(task))
-        self._values.held[made] = Held(received, *box)
+        self._values.held[made] = HeldValue(received, *box)
 
     def _lane(self, task: int) -> tuple[int, ...] | None:
         """Device set whose connections a transfer uses; ``None`` for the group of all ranks."""
@@ -163,7 +163,7 @@ class Conversions:
         box = self._sent(part.message_of[task], slot, micro)
         held = self._values.held[part.reads(task)[0]]
         (made,) = part.made(task)
-        self._values.held[made] = Held(codec.encode(self._piece(slot, held, box)))
+        self._values.held[made] = HeldValue(codec.encode(self._piece(slot, held, box)))
 
     def _decode(self, task: int, slot: int, micro: int) -> None:
         """Decode a received message."""
@@ -175,9 +175,9 @@ class Conversions:
         dtype = getattr(torch, part.graph.tensors[tensor].dtype)
         value = codec.decode(message, torch.Size(shape).numel(), dtype).view(shape)
         (made,) = part.made(task)
-        self._values.held[made] = Held(value, *box)
+        self._values.held[made] = HeldValue(value, *box)
 
-    def _rows_held(self, slot: int, held: Held) -> RowSet:
+    def _rows_held(self, slot: int, held: HeldValue) -> RowSet:
         """Rows in a buffer of a value whose readers need rows of neighbours."""
         size = int(self._part.tables.slot_window[slot, 3])
         return rows_held(held, size, self._maker(slot).units)
@@ -203,7 +203,7 @@ class Conversions:
             shape = local_shape(shape, on_axis, units[1], self._maker(slot).units)
         return shape
 
-    def _piece(self, slot: int, held: Held, box: _Box) -> Tensor:
+    def _piece(self, slot: int, held: HeldValue, box: _Box) -> Tensor:
         """Cut a part out of a slot's value."""
         samples, units, rows = box
         in_batch, on_axis = self._places(slot)
@@ -240,7 +240,7 @@ class Conversions:
             for samples, across in sorted(pieces.items())
         ]
         (made,) = part.made(task)
-        self._values.held[made] = Held(join(parts, in_batch), *wanted)
+        self._values.held[made] = HeldValue(join(parts, in_batch), *wanted)
 
     def _reduce(self, task: int, slot: int, micro: int) -> None:
         part, tensor = self._part, self._tensor(slot)
@@ -262,15 +262,15 @@ class Conversions:
         pending = self._communicator.all_reduce(local.contiguous(), part.channel(task).devices)
         if is_early:
             self._losses.keep_label_weight(part.value_of[tensor], pending)
-        self._hold(task, Held(pending, samples))
+        self._hold(task, HeldValue(pending, samples))
 
     def _count_labels(self, task: int, op: int, value: int) -> None:
         """Find the weight of all labels from the whole batch, which every rank has."""
         weight = self._losses.whole_label_weight(op, self._ops[op])
         self._losses.keep_label_weight(value, Pending(None, lambda: weight))
-        self._hold(task, Held(weight))
+        self._hold(task, HeldValue(weight))
 
-    def _hold(self, task: int, held: Held) -> None:
+    def _hold(self, task: int, held: HeldValue) -> None:
         """Keep this rank's result of a collective."""
         part = self._part
         for buffer in part.made(task):
@@ -317,7 +317,9 @@ class Conversions:
             full = [each for each in shaped if each[1].numel()]
             return join_in_order(full or shaped, place)  # a layer may have no features
 
-        self._hold(task, Held(self._communicator.all_gather(local, devices, counts, whole), *made))
+        self._hold(
+            task, HeldValue(self._communicator.all_gather(local, devices, counts, whole), *made)
+        )
 
     def _scatter(self, task: int, value: int, micro: int) -> None:
         """Sum the parts of a value over the team that made them; each keeps its own slice."""
@@ -345,7 +347,7 @@ class Conversions:
             like=self._values.zeros(tensor, (0,)),
         )
         summed = Pending(None, lambda: pending.wait().view(own))
-        self._hold(task, Held(summed, samples, along.units_of(part.rank)))
+        self._hold(task, HeldValue(summed, samples, along.units_of(part.rank)))
 
     def _complete(self, task: int, value: int, micro: int) -> None:
         """Gather the numbers per row of a team's members; each then makes its columns."""
@@ -372,7 +374,7 @@ class Conversions:
             return completed(call, inputs, [part.view(rows) for part in parts if part.numel()])
 
         pending = self._communicator.all_gather(own, devices, counts, whole)
-        self._hold(task, Held(pending, samples, along.units_of(part.rank)))
+        self._hold(task, HeldValue(pending, samples, along.units_of(part.rank)))
 
     def _exchange(self, task: int, value: int, micro: int) -> None:
         """Cut a value along another axis, in the team whose members have just made it.
@@ -412,7 +414,7 @@ class Conversions:
         pending = self._communicator.all_to_all(pieces, devices, counts, whole)
         samples = after.samples(micro, rank)
         units = EVERY if after.axis == BATCH_AXIS else after.units_of(rank)
-        self._hold(task, Held(pending, samples, units))
+        self._hold(task, HeldValue(pending, samples, units))
 
 
 _RUN: Mapping[TaskKind, Callable[[Conversions, int, int, int], None]] = {

@@ -40,7 +40,7 @@ from heterog.runtime.step.segments import Piece, Segments
 from heterog.runtime.step.slices import Slices
 from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder
-from heterog.runtime.step.values import Held, Values
+from heterog.runtime.step.values import HeldValue, Values
 from heterog.strategy.strategy import Strategy
 
 
@@ -420,7 +420,7 @@ class StepExecutor:
         own = self._slices.own[number].detach()
         whole = self._communicator.gather_slices(own, bucket.devices, bucket.counts, list(made))
         if whole is not None:
-            self._values.held[made[self.rank]] = Held(whole)
+            self._values.held[made[self.rank]] = HeldValue(whole)
 
     def _run_op(self, task: int, row: int, micro: int, step: StepUpdates) -> None:
         for send in self._sent_before.get(task, ()):

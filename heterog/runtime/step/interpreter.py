@@ -17,7 +17,7 @@ from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recipes import Recipe
 from heterog.runtime.step.spans import Span, Spans
 from heterog.runtime.step.special_ops import RandomStream
-from heterog.runtime.step.values import Held, Reader, Values
+from heterog.runtime.step.values import HeldValue, Reader, Values
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class Interpreter:
         if noted.is_incomplete:
             self._conversions.incomplete[made[0]] = inputs
         for buffer, output in zip(made, outputs, strict=True):
-            values.held[buffer] = Held(output, reader.samples, noted.units)
+            values.held[buffer] = HeldValue(output, reader.samples, noted.units)
         if not noted.is_again:
             for position in local_op.steps_buffers:
                 values.put_back(op, position, inputs[position], reader)

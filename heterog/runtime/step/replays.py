@@ -21,12 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heterog.runtime.accelerators import (
-    graph_pool,
-    is_accelerated,
-    recorded_graph,
-    same_memory,
-)
+from heterog.runtime.accelerators import graph_pool, is_accelerated, recorded_graph, same_memory
 
 _LOG = logging.getLogger(__name__)
 

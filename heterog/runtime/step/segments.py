@@ -6,7 +6,7 @@ consecutive ops are one function of generated Python, straight-line code on loca
     v0 = batch[c0]
     v1 = addmm(parameters[c1], cut(v0, c2, 8, 0, 4), t(parameters[c3]))
     del v0
-    held[c4] = Held(v1, c5, c6)
+    held[c4] = HeldValue(v1, c5, c6)
 
 Everything else (communication, conversions, ops that need more of the step than tensors) is a turn
 of its own between two segments, in the same order as before. A value is dropped after the last op
@@ -45,9 +45,9 @@ from heterog.runtime.step.recipes import Begin, Like, Recipe
 from heterog.runtime.step.replays import Replay
 from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import DueTask
-from heterog.runtime.step.values import Held, Values
+from heterog.runtime.step.values import HeldValue, Values
 
-Segment = Callable[[dict[int, Held], Mapping[int, Tensor], StepUpdates, int], None]
+Segment = Callable[[dict[int, HeldValue], Mapping[int, Tensor], StepUpdates, int], None]
 """Takes the held values, the batch, the state of the step and its number."""
 
 
@@ -226,7 +226,7 @@ class _Body:
 
     def function(self, parameters: str) -> Callable[..., Any]:
         """The function."""
-        names: dict[str, Any] = {"Held": Held}
+        names: dict[str, Any] = {"HeldValue": HeldValue}
         exec(_compiled(self._text(parameters)), names)
         made: Callable[..., Any] = names["make"](*(value for _, value in self._constants.values()))
         return made
@@ -363,7 +363,7 @@ class _Writer:
                 if self._compiles and buffer in self._given.strides:
                     stride = constant(self._given.strides[buffer])
                     value = f"{constant(lying_as)}({name}, {stride})"
-                self._after.append(f"held[{constant(buffer)}] = Held({value}, {share})")
+                self._after.append(f"held[{constant(buffer)}] = HeldValue({value}, {share})")
                 self._outputs[name] = buffer in self._given.sent
             else:
                 self._own.add(buffer)

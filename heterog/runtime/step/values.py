@@ -16,13 +16,7 @@ from heterog.lowering.program import OP_KINDS, RECUT_KINDS, SLOT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.op_inputs import Need, Source
-from heterog.runtime.step.rank_program import (
-    WINDOW,
-    Near,
-    RankProgram,
-    gathered,
-    nearest,
-)
+from heterog.runtime.step.rank_program import WINDOW, Near, RankProgram, gathered, nearest
 from heterog.runtime.step.recipes import Begin, Notes, Recipe
 from heterog.runtime.step.spans import (
     EVERY,
@@ -46,7 +40,7 @@ _READS_VALUES = SLOT_KINDS | OP_KINDS | RECUT_KINDS
 
 
 @dataclass(slots=True)
-class Held:
+class HeldValue:
     """Contents of a buffer: a tensor, perhaps still under way, and the part of the value in it.
 
     Attributes:
@@ -142,7 +136,7 @@ class Values:
                 tensor = part.graph.updates[row][1]
                 if part.sliced_of_tensor.get(tensor) is bucket:
                     self._span[tensor] = slice(begin, begin + size)
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldValue] = {}
         self.batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
         self._readers: dict[tuple[Spans | None, int], Reader] = {}
@@ -326,7 +320,7 @@ class Values:
         buffer = self._buffers[self._part.graph.ops[op].inputs[position]]
         put(buffer, place, reader.all_units, reader.units[0], value)
 
-    def gradient(self, tensor: int, near: Near, held: Held, reader: Reader) -> Tensor:
+    def gradient(self, tensor: int, near: Near, held: HeldValue, reader: Reader) -> Tensor:
         """A gradient, as made or as gathered, through the views of it.
 
         Args:
@@ -492,7 +486,7 @@ class Values:
         )
 
 
-def rows_held(held: Held, size: int, all_units: int) -> RowSet:
+def rows_held(held: HeldValue, size: int, all_units: int) -> RowSet:
     """Rows of a tensor that are held: those gathered, those of some units, or all."""
     if held.rows is not None:
         return held.rows

@@ -17,7 +17,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
 from heterog.memo import kept
 from heterog.methods.planner import Budget
-from heterog.search.arrivals.queueing import JobFeatures, Place
+from heterog.search.arrivals.queueing import JobFeatures, JobPlace
 from heterog.search.arrivals.ramp import devices_of
 from heterog.search.portfolio import run_methods
 from heterog.search.request import Request
@@ -64,10 +64,7 @@ class EvaluatedCluster:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        jobs: Mapping[str, TrainingJob],
-        methods: Sequence[str] = METHODS,
+        self, cluster: Cluster, jobs: Mapping[str, TrainingJob], methods: Sequence[str] = METHODS
     ) -> None:
         self.cluster = cluster
         self.jobs = dict(jobs)
@@ -103,7 +100,7 @@ class EvaluatedCluster:
         """What a scheduler may see of a job."""
         return named("job", kind, self.jobs).features
 
-    def place(self, kind: str, degree: int, occupied: int) -> Place | None:
+    def place(self, kind: str, degree: int, occupied: int) -> JobPlace | None:
         """The better of two sets of free devices: the fastest, and those of the fewest hosts."""
         job = named("job", kind, self.jobs)
         found = [
@@ -114,7 +111,7 @@ class EvaluatedCluster:
         if not found:
             return None
         seconds, devices, method = min(found)
-        return Place(
+        return JobPlace(
             devices=sum(1 << device for device in devices),
             seconds=seconds,
             detail=f"{method} on {self.described(devices)}",

@@ -24,16 +24,7 @@ from typing import Annotated, TypeAlias
 from heterog.errors import HeterogError, InputFileError
 from heterog.files import read_bytes
 from heterog.names import shown
-from heterog.records import (
-    Count,
-    MadeBy,
-    Many,
-    Name,
-    PositiveSeconds,
-    Record,
-    Text,
-    parse_record,
-)
+from heterog.records import Count, MadeBy, Many, Name, PositiveSeconds, Record, Text, parse_record
 from heterog.search.arrivals.queueing import JobCluster, JobRequest
 from heterog.units import parse_seconds
 from heterog.user_code import is_from_file

@@ -20,7 +20,7 @@ from scipy.stats import skewnorm
 from heterog.errors import HeterogError, UnknownNameError, named
 from heterog.grouped import grouped
 from heterog.memo import kept
-from heterog.search.arrivals.queueing import JobCluster, JobFeatures, JobRequest, Place
+from heterog.search.arrivals.queueing import JobCluster, JobFeatures, JobPlace, JobRequest
 from heterog.search.arrivals.ramp import RampNetwork
 
 NUM_STEPS = 50  # training steps of each job
@@ -168,13 +168,13 @@ class RampCluster:
         """What a scheduler may see of a job."""
         return named("job", kind, self.jobs).features
 
-    def place(self, kind: str, degree: int, occupied: int) -> Place | None:
+    def place(self, kind: str, degree: int, occupied: int) -> JobPlace | None:
         """First-fit blocks, one for each distinct number of parts; a worker has one job."""
         widths = named("job", kind, self.jobs).widths(degree)
         blocks = tuple(self.network.first_fit(parts, occupied) for parts in widths)
         if not all(blocks):
             return None
-        return Place(devices=reduce(or_, blocks), seconds=self._seconds(kind, degree, blocks))
+        return JobPlace(devices=reduce(or_, blocks), seconds=self._seconds(kind, degree, blocks))
 
     @kept
     def _seconds(self, kind: str, degree: int, blocks: tuple[int, ...]) -> float:

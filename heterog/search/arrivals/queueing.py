@@ -26,7 +26,7 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class JobPlace:
     """Devices for a job, and how long it takes there.
 
     Attributes:
@@ -109,7 +109,7 @@ class JobCluster(Protocol):
     def features(self, kind: str) -> JobFeatures:
         """What a scheduler may see of a job."""
 
-    def place(self, kind: str, degree: int, occupied: int) -> Place | None:
+    def place(self, kind: str, degree: int, occupied: int) -> JobPlace | None:
         """Devices for a job beside those already occupied; ``None`` if there are none."""
 
 
@@ -139,7 +139,7 @@ class JobRequest:
             )
 
 
-class Outcome(StrEnum):
+class JobOutcome(StrEnum):
     """The outcome of a job; the values are printed."""
 
     ACCEPTED = "accepted"
@@ -154,7 +154,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class JobVerdict:
     """The decision about a job.
 
     Attributes:
@@ -164,11 +164,11 @@ class Verdict:
         devices: Devices that it got; empty if it was blocked.
         starts_s: Start time, or the time at which it was turned away.
         ends_s: End time; if it was too late, the time at which it would have ended.
-        detail: How it runs, see ``Place``.
+        detail: How it runs, see ``JobPlace``.
     """
 
     request: JobRequest
-    outcome: Outcome
+    outcome: JobOutcome
     degree: int
     devices: tuple[int, ...] = ()
     starts_s: float
@@ -178,7 +178,7 @@ class Verdict:
     @property
     def is_accepted(self) -> bool:
         """Whether it ran to its end."""
-        return self.outcome == Outcome.ACCEPTED
+        return self.outcome == JobOutcome.ACCEPTED
 
 
 class JobQueueing:
@@ -205,7 +205,7 @@ class JobQueueing:
         self.waits = waits
         self.end_s = end_s
         self.now_s = 0.0
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[JobVerdict] = []
         self._running: list[tuple[float, int, int]] = []  # (end, number of the job, devices)
         self.occupied = 0
         self._arrive()
@@ -238,20 +238,20 @@ class JobQueueing:
         most = min(self.num_free, request.most_devices)
         return [degree for degree in self.cluster.degrees if degree <= most]
 
-    def place(self, degree: int) -> Place | None:
+    def place(self, degree: int) -> JobPlace | None:
         """Place where the job at hand would run now; ``None`` if there is none."""
         request = self.request
         assert request is not None
         return self.cluster.place(request.kind, degree, self.occupied)
 
-    def in_time(self, place: Place) -> bool:
+    def in_time(self, place: JobPlace) -> bool:
         """Whether the job at hand would end in time there, were it to start now."""
         request = self.request
         assert request is not None
         waited_s = self.now_s - request.arrives_s
         return waited_s + place.seconds <= request.acceptable_s * (1.0 + _ROUNDING)
 
-    def decide(self, degree: int) -> Verdict | None:
+    def decide(self, degree: int) -> JobVerdict | None:
         """Give the job at hand up to ``degree`` devices; 0, or an illegal number, rejects it.
 
         Returns:
@@ -264,15 +264,15 @@ class JobQueueing:
         place = self.place(degree) if degree in legal else None
         ends_s = self.now_s + (place.seconds if place else 0.0)
         if place is None:
-            outcome = Outcome.REJECTED if legal and degree not in legal else Outcome.NO_ROOM
+            outcome = JobOutcome.REJECTED if legal and degree not in legal else JobOutcome.NO_ROOM
         else:
-            outcome = Outcome.ACCEPTED if self.in_time(place) else Outcome.TOO_LATE
-        if outcome in (Outcome.NO_ROOM, Outcome.TOO_LATE) and self._may_wait():
+            outcome = JobOutcome.ACCEPTED if self.in_time(place) else JobOutcome.TOO_LATE
+        if outcome in (JobOutcome.NO_ROOM, JobOutcome.TOO_LATE) and self._may_wait():
             self.now_s = max(self.now_s, self._running[0][0])
             self._release()
             return None
-        granted = place if outcome == Outcome.ACCEPTED else None
-        verdict = Verdict(
+        granted = place if outcome == JobOutcome.ACCEPTED else None
+        verdict = JobVerdict(
             request=request,
             outcome=outcome,
             degree=degree,
@@ -288,10 +288,10 @@ class JobQueueing:
         self._arrive()
         return verdict
 
-    def final(self) -> list[Verdict]:
+    def final(self) -> list[JobVerdict]:
         """All verdicts; jobs that run at ``end_s`` are unfinished, and so blocked."""
         return [
-            replace(verdict, outcome=Outcome.UNFINISHED)
+            replace(verdict, outcome=JobOutcome.UNFINISHED)
             if verdict.is_accepted and verdict.ends_s > self.end_s
             else verdict
             for verdict in self.verdicts
@@ -314,16 +314,16 @@ class JobQueueing:
             self.occupied &= ~heapq.heappop(self._running)[2]
 
 
-def blocking_rate(verdicts: Sequence[Verdict]) -> float:
+def blocking_rate(verdicts: Sequence[JobVerdict]) -> float:
     """Part of the jobs that were blocked; 0 without jobs."""
     blocked = sum(not verdict.is_accepted for verdict in verdicts)
     return blocked / max(len(verdicts), 1)
 
 
-def causes(verdicts: Sequence[Verdict]) -> dict[str, float]:
+def causes(verdicts: Sequence[JobVerdict]) -> dict[str, float]:
     """Part of the jobs with each outcome."""
     counts = Counter(verdict.outcome for verdict in verdicts)
-    return {str(outcome): counts[outcome] / max(len(verdicts), 1) for outcome in Outcome}
+    return {str(outcome): counts[outcome] / max(len(verdicts), 1) for outcome in JobOutcome}
 
 
 Rule = Callable[[JobQueueing], int]
@@ -426,7 +426,7 @@ def run_rule(
     *,
     waits: bool = False,
     end_s: float = float("inf"),
-) -> list[Verdict]:
+) -> list[JobVerdict]:
     """Decide about all jobs by a rule; see ``JobQueueing``."""
     state = JobQueueing(cluster, requests, waits=waits, end_s=end_s)
     while state.request is not None:

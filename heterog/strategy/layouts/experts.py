@@ -30,10 +30,7 @@ _PICKS = ("index.Tensor", "index_select.default", "embedding.default", "gather.d
 
 
 def expert_rules(
-    graph: OpGraph,
-    groups: Sequence[int],
-    members: int,
-    dispatch: Dispatch = Dispatch.ALL_TO_ALL,
+    graph: OpGraph, groups: Sequence[int], members: int, dispatch: Dispatch = Dispatch.ALL_TO_ALL
 ) -> TeamRules:
     """Rules of the ops of experts; all other ops follow the batch.
 

@@ -225,10 +225,7 @@ def _torchtitan_checkpoints(fields: Fields) -> dict[str, Any]:
     mode = fields.word(at, "mode", "selective")  # torchtitan's own default
     every = fields.word(at, "selective_ac_option", "2")
     fields.skip(
-        at,
-        "per_op_sac_force_recompute_mm_shapes_by_fqns",
-        "early_stop",
-        "preserve_rng_state",
+        at, "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop", "preserve_rng_state"
     )
     if mode in ("none", "full"):
         return {"recompute": mode}

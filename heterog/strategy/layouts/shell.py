@@ -124,10 +124,7 @@ def read_script(text: str, where: str, beside: Callable[[str], str | None]) -> S
         for name, body in script.written.items()
     }
     return Script(
-        options=options,
-        directives=directives,
-        written=written,
-        missing=tuple(script.missing),
+        options=options, directives=directives, written=written, missing=tuple(script.missing)
     )
 
 
