@@ -214,7 +214,7 @@ class Crew:
 
     def __init__(self, cluster: Cluster, request: RunRequest, place: Place = HERE) -> None:
         self._cluster, self._request, self._place = cluster, request, place
-        self._redundancy: int | None = None
+        self._redundancy = 0  # all ranks have one shelf
         self._host_of: Sequence[int] = [0] * cluster.num_devices
         self._ray: Any = _NO_RAY
         self._hosts: list[NodeHost] = []

@@ -30,8 +30,7 @@ class Assignment:
         moment: Snapshot to begin with, if there is one.
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
         folder: Folder of the host, with parts of snapshots and the journal.
-        redundancy: Number of other hosts that hold each part, too; ``None`` where all ranks have
-            one shelf.
+        redundancy: Number of other hosts that hold each part, too; 0 where all have one shelf.
     """
 
     generation: int
@@ -40,7 +39,7 @@ class Assignment:
     moment: Moment | None
     checkpoint: str
     folder: str = ""
-    redundancy: int | None = None
+    redundancy: int = 0
 
     @property
     def journal(self) -> Path:
