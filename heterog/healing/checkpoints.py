@@ -12,8 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX, check_save_folder
 from heterog.healing.service import Service, answer_questions
@@ -41,14 +39,11 @@ class Writing:
         self._is_asked = False
         self._service = Service("heterog.healing.checkpoints")
 
-    def look(self, lend: Callable[[], Path | None]) -> str:
+    def look(self, lend: Callable[[], Path | None]) -> None:
         """Ask for a checkpoint if one is due.
 
         Args:
             lend: Says in which folder the newest snapshot is; ``None`` while it comes there.
-
-        Returns:
-            The folder of a checkpoint that was just written, or ``""``.
         """
         answer = self._service.next_answer()
         if answer is not None or (self._is_asked and self._service.has_ended):
@@ -57,13 +52,12 @@ class Writing:
             self._failed = str(found or "")
             if self._failed not in ("", before):
                 self._say(f"no checkpoint was written: {self._failed}")
-            return "" if self._failed else str(self._folder)
+            return
         is_due = not self._is_asked and time.monotonic() - self._since_s > self._every_s
         if is_due and (shelf := lend()) is not None:
             self._since_s, self._is_asked = time.monotonic(), True
             with suppress(HeterogError):  # it cannot start, which the next look says
                 self._service.ask((self._folder, shelf), niceness=10)
-        return ""
 
     def close(self) -> None:
         """End the process that writes; the previous checkpoint survives an unfinished one."""
@@ -84,10 +78,12 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
         tensors: dict[str, SavedTensor] = {}
         for number in range(snapshot.moment.num_parts):
             names = [name for name, saved in contents.tensors.items() if part_of(saved) == number]
-            entries = [
-                _entry(name, contents.tensors[name], value)
-                for name, value in snapshot.read(names).items()
-            ]
+            entries = []
+            for name, value in snapshot.read(names).items():
+                saved = contents.tensors[name]
+                whole, box = saved.whole or name, saved.pieces[0].box
+                shape = contents.shape(whole)
+                entries.append(Entry(whole=whole, shape=shape, box=box, value=value))
             tensors |= write_tensors(entries, data, number)
         publish(
             replace(contents, tensors=tensors, data=data.name), folder / CHECKPOINT_INDEX, data
@@ -95,11 +91,6 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     except (HeterogError, OSError):
         shutil.rmtree(data, ignore_errors=True)
         raise
-
-
-def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
-    shape = saved.whole_shape if saved.whole else saved.shape
-    return Entry(whole=saved.whole or name, shape=shape, box=saved.pieces[0].box, value=value)
 
 
 def answer(question: tuple[Path, Path]) -> None:
