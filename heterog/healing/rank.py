@@ -76,7 +76,9 @@ class HealingRank:
         folder = Path(assignment.folder)
         self._step, workload = set_up(plan, request, store, _captured.get(folder))
         self._rank = dist.get_rank()
-        host_of = plan.cluster.host_of
+        host_of, redundancy = plan.cluster.host_of, assignment.redundancy
+        if redundancy is None:
+            host_of, redundancy = (0,) * len(host_of), 0
         # The first rank of each host writes a journal, as any host may be lost.
         is_first = host_of.index(host_of[self._rank]) == self._rank
         self._journal = assignment.journal if is_first else None
@@ -91,7 +93,7 @@ class HealingRank:
             assignment.generation,
             (self._rank, dist.get_world_size()),
             host_of,
-            assignment.redundancy,
+            redundancy,
             self._say_failed,
         )
         self._is_kept = False  # any snapshot of this generation, as was told

@@ -30,7 +30,8 @@ class Assignment:
         moment: Snapshot to begin with, if there is one.
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
         folder: Folder of the host, with parts of snapshots and the journal.
-        redundancy: Number of other hosts that hold each part, too; 0 where all have one shelf.
+        redundancy: Number of other hosts that hold each part, too; ``None`` where all ranks have
+            one shelf.
     """
 
     generation: int
@@ -39,7 +40,7 @@ class Assignment:
     moment: Moment | None
     checkpoint: str
     folder: str = ""
-    redundancy: int = 0
+    redundancy: int | None = None
 
     @property
     def journal(self) -> Path:
