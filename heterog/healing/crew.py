@@ -310,8 +310,8 @@ class Crew:
                 held[number] = [part for part in parts if part.moment < moment]
         return None
 
-    def lend(self) -> Path | None:
-        """The folder of a shelf with the newest snapshot, when it is there."""
+    def lend(self) -> Path:
+        """The folder of a shelf with the newest snapshot, once that is there."""
         return self.host.shelf.folder
 
     def lost_with(self, device: int) -> Sequence[int]:

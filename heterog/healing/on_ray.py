@@ -73,7 +73,6 @@ class RayCrew(Crew):
         super().__init__(cluster, request)
         self._ray, self._name, self._redundancy = ray, name, redundancy
         self._host_of = cluster.host_of
-        self._bringing: threading.Thread | None = None
 
     def open(self, folder: Path) -> Trained | None:
         """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
@@ -96,17 +95,18 @@ class RayCrew(Crew):
         """See ``Crew``: those of its host."""
         return self._cluster.host_devices(self._host_of[device])
 
-    def lend(self) -> Path | None:
-        """See ``Crew``; a thread brings it."""
-        if self._bringing is None:
-            self._stack.close()
-            self._lent = self._stack.enter_context(temporary_folder())
-            self._bringing = threading.Thread(target=self._bring, daemon=True)
-            self._bringing.start()
-        if self._bringing.is_alive():
-            return None
-        self._bringing = None
-        return self._lent
+    def lend(self) -> Path:
+        """See ``Crew``; what there was before of what hosts lend is removed."""
+        self._stack.close()
+        shelf = Shelf(self._stack.enter_context(temporary_folder()))
+
+        def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
+            return shelf.take(part, [self._answer(each, [giver]) for each in files])
+
+        held = self._held()
+        if (moment := newest_complete(held.values())) is not None:
+            self._hand_over(held, moment, (), take)
+        return shelf.folder
 
     def close(self) -> None:
         """See ``Crew``."""
@@ -121,18 +121,6 @@ class RayCrew(Crew):
         kept = pickle.dumps((trained, Path(assignment.plan).read_bytes()))
         self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
         super()._begin(trained, assignment)
-
-    def _bring(self) -> None:
-        """Bring the newest snapshot here, as far as hosts have it."""
-        shelf = Shelf(self._lent)
-
-        def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
-            return shelf.take(part, [self._answer(each, [giver]) for each in files])
-
-        with suppress(OSError, HeterogError):  # there is no room, or the job has ended
-            held = self._held()
-            if (moment := newest_complete(held.values())) is not None:
-                self._hand_over(held, moment, (), take)
 
     def _group(self) -> Any:
         """The job's placement group, which a leader before this one may have made."""
