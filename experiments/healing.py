@@ -251,7 +251,7 @@ def lose_command(request: RunRequest, options: HealOptions, step: int) -> None:
     command.start()
     while command.is_alive():
         time.sleep(0.05)
-        for told in Path(tempfile.gettempdir()).glob("heterog-*/journal0.json"):
+        for told in Path(tempfile.gettempdir()).glob("heterog-*/journal.jsonl"):
             if told.stat().st_ctime > begun_s and f'"step": {step},' in told.read_text():
                 command.kill()
                 command.join()

@@ -6,13 +6,11 @@ torch.distributed.checkpoint. Any plan resumes from it.
 """
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-
-from torch import Tensor
 
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX, check_save_folder
@@ -20,6 +18,9 @@ from heterog.healing.service import Service, answer_questions
 from heterog.healing.shelf import LostError, Shelf, Snapshot, newest_complete, part_of
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedTensor
+
+_DAY_S = 86400.0
+"""Longest wait for a checkpoint, which nobody waits for."""
 
 
 class Writing:
@@ -35,35 +36,35 @@ class Writing:
         self, folder: Path, every_s: float, say: Callable[[str], None] = lambda text: None
     ) -> None:
         check_save_folder(folder)
-        self._failed, self._say = "", say
+        self._failed, self._said, self._say = "", "", say
         self._folder, self._every_s = folder.resolve(), every_s
         self._since_s = time.monotonic()
-        self._is_asked = False
+        self._writing: threading.Thread | None = None
         self._service = Service("heterog.healing.checkpoints")
 
-    def look(self, lend: Callable[[], Path | None]) -> str:
-        """Ask for a checkpoint if one is due.
+    def look(self, lend: Callable[[], Path]) -> None:
+        """Have a checkpoint written if one is due, and say why the last one was not.
 
         Args:
-            lend: Says in which folder the newest snapshot is; ``None`` while it comes there.
-
-        Returns:
-            The folder of a checkpoint that was just written, or ``""``.
+            lend: Called in another thread: the folder of the newest snapshot, once it is there.
         """
-        answer = self._service.next_answer()
-        if answer is not None or (self._is_asked and self._service.has_ended):
-            self._is_asked, before = False, self._failed
-            found = answer[1] if answer else "the process that writes them has ended"
-            self._failed = str(found or "")
-            if self._failed not in ("", before):
-                self._say(f"no checkpoint was written: {self._failed}")
-            return "" if self._failed else str(self._folder)
-        is_due = not self._is_asked and time.monotonic() - self._since_s > self._every_s
-        if is_due and (shelf := lend()) is not None:
-            self._since_s, self._is_asked = time.monotonic(), True
-            with suppress(HeterogError):  # it cannot start, which the next look says
-                self._service.ask((self._folder, shelf), niceness=10)
-        return ""
+        if self._writing is not None and self._writing.is_alive():
+            return
+        if self._failed not in ("", self._said):
+            self._say(f"no checkpoint was written: {self._failed}")
+        self._said = self._failed
+        if time.monotonic() - self._since_s > self._every_s:
+            self._since_s = time.monotonic()
+            self._writing = threading.Thread(target=self._write, args=(lend,), daemon=True)
+            self._writing.start()
+
+    def _write(self, lend: Callable[[], Path]) -> None:
+        try:
+            asked = self._service.ask((self._folder, lend()), niceness=10)
+            self._service.answer_to(asked, _DAY_S)
+            self._failed = ""
+        except (HeterogError, OSError) as error:
+            self._failed = str(error)
 
     def close(self) -> None:
         """End the process that writes; the previous checkpoint survives an unfinished one."""
@@ -84,10 +85,12 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
         tensors: dict[str, SavedTensor] = {}
         for number in range(snapshot.moment.num_parts):
             names = [name for name, saved in contents.tensors.items() if part_of(saved) == number]
-            entries = [
-                _entry(name, contents.tensors[name], value)
-                for name, value in snapshot.read(names).items()
-            ]
+            entries = []
+            for name, value in snapshot.read(names).items():
+                saved = contents.tensors[name]
+                whole, box = saved.whole or name, saved.box
+                shape = contents.shape(whole)
+                entries.append(Entry(whole=whole, shape=shape, box=box, value=value))
             tensors |= write_tensors(entries, data, number)
         publish(
             replace(contents, tensors=tensors, data=data.name), folder / CHECKPOINT_INDEX, data
@@ -95,11 +98,6 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     except (HeterogError, OSError):
         shutil.rmtree(data, ignore_errors=True)
         raise
-
-
-def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
-    shape = saved.whole_shape if saved.whole else saved.shape
-    return Entry(whole=saved.whole or name, shape=shape, box=saved.box, value=value)
 
 
 def answer(question: tuple[Path, Path]) -> None:

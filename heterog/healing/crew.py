@@ -6,7 +6,7 @@ A host is an object of the job's own process, or on Ray an actor.
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,12 +18,14 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.errors import InputFileError
 from heterog.files import write_atomically, write_json
+from heterog.grouped import grouped
 from heterog.healing.record import Assignment, Event, Trained, read_events
 from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.launch import PORT_FILE
 from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.on_ray import (
+    ASIDE,
     END_S,
     SILENT_S,
     Host,
@@ -278,16 +280,38 @@ class Crew:
     def newest(self, devices: Sequence[int], wait_s: float) -> Moment | None:
         """The newest snapshot with which ranks of some devices can begin.
 
-        Its parts are where they can read them, or on the way there.
+        Ranks copy files among their own hosts, and parts that only other hosts have are brought to
+        one of these. If a host is lost meanwhile that had a part alone, the snapshot before
+        serves. One that was cut off still has its parts when it answers again.
 
         Args:
             devices: Those of the ranks.
             wait_s: Longest wait for hosts that do not answer, if no other has a snapshot.
         """
-        return newest_complete(self._held().values())
+        used = sorted({self._host_of[device] for device in devices})
+        hosts, held = [self._hosts[number] for number in used], self._held()
+        until_s = time.monotonic() + wait_s
+        while newest_complete(held.values()) is None and time.monotonic() < until_s:
+            if all(host.is_here for host in self._hosts):
+                break  # nobody else can have one
+            time.sleep(POLL_S)
+            for host in self._hosts:
+                host.look()
+            held = self._held()
 
-    def lend(self) -> Path | None:
-        """The folder of a shelf with the newest snapshot, when it is there."""
+        def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
+            asked = hosts[0].actor.take.remote(part, *files)
+            return bool(self._answer(asked, [hosts[0], giver]))
+
+        while (moment := newest_complete(held.values())) is not None:
+            if self._hand_over(held, moment, used, take) or not all(h.is_here for h in hosts):
+                return moment  # who waits for ranks sees that a host is lost
+            for number, parts in held.items():
+                held[number] = [part for part in parts if part.moment < moment]
+        return None
+
+    def lend(self) -> Path:
+        """The folder of a shelf with the newest snapshot, once that is there."""
         return self.host.shelf.folder
 
     def lost_with(self, device: int) -> Sequence[int]:
@@ -327,6 +351,46 @@ class Crew:
                 if what == "no snapshot" or told["step"] > self._last.get(what, -1):
                     self._last[what] = told.get("step", -1)
                     self._events.append({**told, "at_s": now_s - float(told["at_s"])})
+
+    def _hand_over(
+        self,
+        held: Mapping[int, Sequence[Part]],
+        moment: Moment,
+        used: Collection[int],
+        take: Callable[[Part, Sequence[Any], NodeHost], bool],
+    ) -> bool:
+        """Have the parts of a snapshot taken that no used host has; whether all came.
+
+        Args:
+            held: Parts that each host holds.
+            moment: Which snapshot.
+            used: Hosts that have no need of theirs.
+            take: Told a part, and both of its files as a host gives them, which are not there yet;
+                whether they came. If not, the next host that holds the part is asked.
+        """
+        there = {part for number in used for part in held.get(number, ())}
+        holders: dict[Part, list[NodeHost]] = {}
+        for number, parts in held.items():
+            for part in parts:
+                if part.moment == moment and part not in there:
+                    holders.setdefault(part, []).append(self._hosts[number])
+        while holders:
+            given: dict[Part, Sequence[Any]] = {}
+            for host, parts in grouped(
+                (hosts[0], part) for part, hosts in holders.items()
+            ).items():
+                # Aside, or the host would not answer until it has given all.
+                how = {"concurrency_group": ASIDE, "num_returns": 2 * len(parts)}
+                files = host.actor.give.options(**how).remote(*parts)
+                given |= dict(zip(parts, zip(files[::2], files[1::2], strict=True), strict=True))
+            for part, files in given.items():
+                host, *others = holders.pop(part)
+                if host.is_here and take(part, files, host):
+                    continue
+                if not others:
+                    return False
+                holders[part] = others
+        return True
 
     def _held(self) -> dict[int, list[Part]]:
         """Parts of snapshots that each host holds, by the number of those that answer."""

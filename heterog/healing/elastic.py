@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from heterog.errors import HeterogError
+from heterog.runtime.launch import remove_after
 from heterog.runtime.ranks.forks import fields_of_process
 from heterog.runtime.ranks.links import CUT_S, end_connections, own_addresses
 from heterog.runtime.step.collectives import gather_texts
@@ -137,14 +137,8 @@ def folder_of_host() -> Path:
     except FileExistsError:
         pass
     else:
-        script = 'while kill -0 "$1"; do sleep 1; done; rm -rf -- "$2"'
-        subprocess.Popen(
-            ["/bin/sh", "-c", script, "heterog-cleaner", folder.name.split("-")[-2], str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that what ends the ranks does not reach it
-        )
+        agent = folder.name.split("-")[-2]
+        remove_after(f"while kill -0 {agent}; do sleep 1; done", str(folder))
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise HeterogError(f"{folder} belongs to somebody else, or others may read it; remove it.")

@@ -96,7 +96,8 @@ class HealingJob:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.options = options or HealOptions()
-        self.trained = Trained()
+        self.trained = Trained(checkpoint_ns=self._checkpoint_ns())
+        self._request = request
         self._plan, self._path = request.load(), request.plan.resolve()
         check_can_heal(self._plan, request.plan)
         self._whole = self._plan.cluster
@@ -104,7 +105,6 @@ class HealingJob:
         if request.save is not None:
             check_save_folder(request.save)
         self._crew = crew or Crew(self._whole, request, place)
-        self._resume = str(request.resume.resolve()) if request.resume is not None else ""
         self.last = last_step(request)
         self._progress, self._say = progress, say
         wanted, num_hosts = self.options.redundancy, self._whole.num_hosts
@@ -148,13 +148,13 @@ class HealingJob:
             )
             if begun is not None:
                 self._go_on(begun)
-            elif found_ns := self._checkpoint_ns():
-                self.trained.checkpoint_ns = found_ns
-                if self._resume != str(Path(self.options.checkpoint).resolve()):
-                    self._say(
-                        f"{self.options.checkpoint} has a checkpoint that will be replaced; "
-                        "`resume` goes on from it"
-                    )
+            elif self.trained.checkpoint_ns and (
+                self._resume != str(Path(self.options.checkpoint).resolve())
+            ):
+                self._say(
+                    f"{self.options.checkpoint} has a checkpoint that will be replaced; "
+                    "`resume` goes on from it"
+                )
             self.steering.steps_left = self._steps_left()
             self.steering.begin_generation(None, "first")  # a rank may be lost in the first step
             if self.options.checkpoint:
@@ -175,8 +175,6 @@ class HealingJob:
         if not begun.is_running:
             used = set(filter(self._crew.is_here, used))
         self.steering.leave_out(set(range(self._whole.num_devices)) - used)
-        if self._checkpoint_ns() != begun.checkpoint_ns:
-            self._resume = self.options.checkpoint
         done = max(self.trained.losses, default=0)
         why = f"who leads the job was lost, and is there again after step {done}"
         if begun.is_running:
@@ -189,6 +187,13 @@ class HealingJob:
         """When the checkpoint in the folder for them was written; 0 if there is none."""
         index = Path(self.options.checkpoint) / CHECKPOINT_INDEX
         return index.stat().st_mtime_ns if self.options.checkpoint and index.exists() else 0
+
+    @property
+    def _resume(self) -> str:
+        """The checkpoint to begin with where no snapshot is: the job's own, once it has one."""
+        has_own = self._checkpoint_ns() != self.trained.checkpoint_ns
+        folder = Path(self.options.checkpoint) if has_own else self._request.resume
+        return str(folder.resolve()) if folder is not None else ""
 
     # --- generations -----------------------------------------------------------------------------
 
@@ -273,7 +278,7 @@ class HealingJob:
         if self._change is not None:
             self._crew.ask_to_stop()
         if self._writing is not None and is_training:
-            self._resume = self._writing.look(self._crew.lend) or self._resume
+            self._writing.look(self._crew.lend)
 
     def _hear(self) -> None:
         """Read the events that rank 0 has written since the last call."""

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,15 +23,13 @@ from typing import Any, NamedTuple
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
-from heterog.grouped import grouped
 from heterog.healing.crew import Crew, HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
 from heterog.healing.record import Assignment, Trained
-from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
+from heterog.healing.shelf import Part, Shelf, newest_complete
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
-    ASIDE,
     QUICK_NEWS,
     SILENT_S,
     NodeHost,
@@ -42,7 +40,6 @@ from heterog.runtime.ranks.on_ray import (
     placed,
 )
 from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offers
-from heterog.runtime.ranks.watching import POLL_S
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
@@ -76,7 +73,6 @@ class RayCrew(Crew):
         super().__init__(cluster, request)
         self._ray, self._name, self._redundancy = ray, name, redundancy
         self._host_of = cluster.host_of
-        self._bringing: threading.Thread | None = None
 
     def open(self, folder: Path) -> Trained | None:
         """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
@@ -99,45 +95,18 @@ class RayCrew(Crew):
         """See ``Crew``: those of its host."""
         return self._cluster.host_devices(self._host_of[device])
 
-    def newest(self, devices: Sequence[int], wait_s: float) -> Moment | None:
-        """See ``Crew``; parts that only other hosts have are brought to one of these devices'.
-
-        Ranks copy files among their own hosts. If a host is lost meanwhile that had a part alone,
-        the snapshot before serves. One that was cut off still has its parts when it answers again.
-        """
-        used = sorted({self._host_of[device] for device in devices})
-        hosts, held = [self._hosts[number] for number in used], self._held()
-        until_s = time.monotonic() + wait_s
-        while newest_complete(held.values()) is None and time.monotonic() < until_s:
-            if all(host.is_here for host in self._hosts):
-                break  # nobody else can have one
-            time.sleep(POLL_S)
-            for host in self._hosts:
-                host.look()
-            held = self._held()
+    def lend(self) -> Path:
+        """See ``Crew``; what there was before of what hosts lend is removed."""
+        self._stack.close()
+        shelf = Shelf(self._stack.enter_context(temporary_folder()))
 
         def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
-            asked = hosts[0].actor.take.remote(part, *files)
-            return bool(self._answer(asked, [hosts[0], giver]))
+            return shelf.take(part, [self._answer(each, [giver]) for each in files])
 
-        while (moment := newest_complete(held.values())) is not None:
-            if self._hand_over(held, moment, used, take) or not all(h.is_here for h in hosts):
-                return moment  # who waits for ranks sees that a host is lost
-            for number, parts in held.items():
-                held[number] = [part for part in parts if part.moment < moment]
-        return None
-
-    def lend(self) -> Path | None:
-        """See ``Crew``; a thread brings it."""
-        if self._bringing is None:
-            self._stack.close()
-            self._lent = self._stack.enter_context(temporary_folder())
-            self._bringing = threading.Thread(target=self._bring, daemon=True)
-            self._bringing.start()
-        if self._bringing.is_alive():
-            return None
-        self._bringing = None
-        return self._lent
+        held = self._held()
+        if (moment := newest_complete(held.values())) is not None:
+            self._hand_over(held, moment, (), take)
+        return shelf.folder
 
     def close(self) -> None:
         """See ``Crew``."""
@@ -152,58 +121,6 @@ class RayCrew(Crew):
         kept = pickle.dumps((trained, Path(assignment.plan).read_bytes()))
         self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
         super()._begin(trained, assignment)
-
-    def _bring(self) -> None:
-        """Bring the newest snapshot here, as far as hosts have it."""
-        shelf = Shelf(self._lent)
-
-        def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
-            return shelf.take(part, [self._answer(each, [giver]) for each in files])
-
-        with suppress(OSError, HeterogError):  # there is no room, or the job has ended
-            held = self._held()
-            if (moment := newest_complete(held.values())) is not None:
-                self._hand_over(held, moment, (), take)
-
-    def _hand_over(
-        self,
-        held: Mapping[int, Sequence[Part]],
-        moment: Moment,
-        used: Collection[int],
-        take: Callable[[Part, Sequence[Any], NodeHost], bool],
-    ) -> bool:
-        """Have the parts of a snapshot taken that no used host has; whether all came.
-
-        Args:
-            held: Parts that each host holds.
-            moment: Which snapshot.
-            used: Hosts that have no need of theirs.
-            take: Told a part, and both of its files as a host gives them, which are not there yet;
-                whether they came. If not, the next host that holds the part is asked.
-        """
-        there = {part for number in used for part in held.get(number, ())}
-        holders: dict[Part, list[NodeHost]] = {}
-        for number, parts in held.items():
-            for part in parts:
-                if part.moment == moment and part not in there:
-                    holders.setdefault(part, []).append(self._hosts[number])
-        while holders:
-            given: dict[Part, Sequence[Any]] = {}
-            for host, parts in grouped(
-                (hosts[0], part) for part, hosts in holders.items()
-            ).items():
-                # Aside, or the host would not answer until it has given all.
-                how = {"concurrency_group": ASIDE, "num_returns": 2 * len(parts)}
-                files = host.actor.give.options(**how).remote(*parts)
-                given |= dict(zip(parts, zip(files[::2], files[1::2], strict=True), strict=True))
-            for part, files in given.items():
-                host, *others = holders.pop(part)
-                if host.is_here and take(part, files, host):
-                    continue
-                if not others:
-                    return False
-                holders[part] = others
-        return True
 
     def _group(self) -> Any:
         """The job's placement group, which a leader before this one may have made."""
@@ -345,6 +262,8 @@ def heal_on_ray(
     """
     plan = request.load()
     check_can_heal(plan, request.plan)
+    if options.checkpoint:
+        options = replace(options, checkpoint=str(Path(options.checkpoint).resolve()))
     content, asked = request.plan.read_bytes(), for_nodes(request)
     about = content + asked.to_json().encode() + repr(asdict(options)).encode()
     name = f"heterog-{hashlib.sha256(about).hexdigest()[:12]}"

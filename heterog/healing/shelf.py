@@ -36,13 +36,15 @@ from heterog.runtime.checkpoint.contents import (
     Contents,
     SavedOptimizer,
     SavedTensor,
-    dtype_name,
+    elements,
     states_from_json,
     tensors_from_json,
     to_json,
 )
 
 INDEX = ".index"
+_FILE = "__{}_0.distcp"
+"""What the index calls the file of a part, by its number, as a checkpoint does."""
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in a part: a multiple of every element's size."""
 _LEFT_BYTES = 1 << 20
@@ -165,16 +167,13 @@ class Shelf:
         Raises:
             InputFileError: for example, there is no room left.
         """
-        begins, size = [], 0
-        for entry in entries:
-            begins.append(size)
-            size += -(-entry.value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size = sum(map(_aligned, (entry.value.nbytes for entry in entries)))
+        saved: dict[str, SavedTensor] = {}
         with self._new(part.name, size) as file:
-            room = mmap.mmap(file.fileno(), size) if size else None
-            saved = {
-                entry.name: _copy(entry, room, begin, part.number)
-                for entry, begin in zip(entries, begins, strict=True)
-            }
+            for entry in entries:
+                at = file.seek(_aligned(file.tell()))
+                num_bytes = file.write(elements(entry.value))
+                saved[entry.name] = SavedTensor.of(entry, _FILE.format(part.number), at, num_bytes)
             index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
             write_atomically(self.folder / f"{part.name}{INDEX}", json.dumps(index).encode())
         return size
@@ -202,12 +201,11 @@ class Shelf:
         """A file with room for so many bytes, which has its name when all is written."""
         begun = self.folder / f"{name}.begun"
         try:
-            with begun.open("wb+") as file:
+            with begun.open("wb") as file:
                 there = os.fstatvfs(file.fileno())
                 if there.f_bavail * there.f_frsize < size + _LEFT_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                file.truncate(size)
-                if size and sys.platform == "linux":  # or a full disk would end who writes to it
+                if size and sys.platform == "linux":  # or others would find room, too
                     os.posix_fallocate(file.fileno(), 0, size)
                 yield file
             begun.rename(self.folder / name)
@@ -244,22 +242,8 @@ class Shelf:
             raise LostError(f"{name} of a snapshot was lost before it was read.") from error
 
 
-def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:
-    value = entry.value.detach()
-    if value.nbytes and room is not None:
-        target = torch.frombuffer(room, dtype=value.dtype, count=value.numel(), offset=begin)
-        target.view(value.shape).copy_(value)
-    is_part = entry.name != entry.whole
-    return SavedTensor(
-        shape=tuple(value.shape),
-        dtype=dtype_name(value.dtype),
-        file=f"__{number}_0.distcp",
-        offset=begin,
-        num_bytes=value.nbytes,
-        whole=entry.whole if is_part else "",
-        whole_shape=entry.shape if is_part else (),
-        offsets=entry.box.offsets if is_part else (),
-    )
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Snapshot:

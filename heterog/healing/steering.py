@@ -26,8 +26,6 @@ _LOOKS = 3
 """Number of consecutive reports in which a device has to be slow, or quick again. It doubles with
 each decision about the device, so that one that changes often does not always change the plan."""
 _MOST_FACTOR = 100.0
-_CLEARLY = 1.25
-"""Factor by which a device has to be slower than at the last decision about it."""
 _RECENT, _MEASURED = (8, 1.0), (16, 3.0)
 """The last steps, at least so many and for so many seconds, whose mean is the current step time,
 and those of a plan that is measured."""
@@ -59,7 +57,6 @@ class _Device:
         was_slow: Whether it was left out because it was slow.
         looks: The last consecutive reports in which it was slow, or quick again.
         looks_needed: Number of them that matter.
-        weighed: Factor by which it was slow at the last decision about that.
     """
 
     num_absences: int = 0
@@ -68,7 +65,6 @@ class _Device:
     was_slow: bool = False
     looks: list[float] = field(default_factory=list)
     looks_needed: int = _LOOKS
-    weighed: float = 0.0
 
 
 class Steering:
@@ -126,11 +122,6 @@ class Steering:
         self._quiet_s: list[float] = []
         self._ratios: dict[int, float] = {}
 
-    @property
-    def is_trying(self) -> bool:
-        """Whether a plan is tried because it might be better, or will be."""
-        return self.num_left > 0 or (self._trial is not None and not self._trial.device)
-
     def without(self, devices: Collection[int] = ()) -> tuple[int, ...]:
         """The devices that take part, but for these."""
         gone = self.absent.union(devices)
@@ -180,9 +171,7 @@ class Steering:
         if choice is not None:
             if choice.slow != self.running.slow and kind not in _TRIALS:
                 self._prepared.clear()
-            for device in self.absent & set(choice.devices):
-                self.absent.discard(device)
-                self._devices[device].weighed = 0.0
+            self.absent.difference_update(choice.devices)
             self.leave_out(set(self.without()) - set(choice.devices), was_slow=kind == "slow")
             self.running = choice
         for each in self._devices:
@@ -275,10 +264,7 @@ class Steering:
             return
         whole = known * statistics.median_low(seen.looks)
         seen.looks.clear()
-        if is_slow and whole <= _CLEARLY * seen.weighed:
-            return
         seen.looks_needed *= 2
-        seen.weighed = whole
         slow = {**self.running.slow, device: whole}  # beside the first plan
         if is_slow:
             why = f"{self.names([device])} takes {whole:.1f} times as long as planned: "

@@ -238,19 +238,11 @@ def _beside_ranks(plan: Plan, num_steps: int) -> BackgroundPlan | None:
 def temporary_folder() -> Iterator[Path]:
     """A folder that is removed when the body ends, even if this process is killed meanwhile.
 
-    A shell waits for the end of a pipe that only this process holds open, and then removes the
-    folder. The shell has a session of its own, so that signals to this process's group miss it.
+    A shell waits for the end of a pipe that only this process holds open.
     """
     name = tempfile.mkdtemp(prefix="heterog-")
     # The ranks end with this process, but may take a moment to end.
-    script = 'read -r line; sleep 1; rm -rf -- "$1"'
-    cleaner = subprocess.Popen(
-        ["/bin/sh", "-c", script, "heterog-cleaner", name],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    cleaner = remove_after("read -r line; sleep 1", name)
     try:
         yield Path(name)
     finally:
@@ -259,6 +251,20 @@ def temporary_folder() -> Iterator[Path]:
         cleaner.wait()
         assert cleaner.stdin is not None
         cleaner.stdin.close()
+
+
+def remove_after(script: str, folder: str) -> "subprocess.Popen[bytes]":
+    """A shell that removes a folder after a script.
+
+    It has a session of its own, so that signals to this process's group miss it.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", f'{script}; rm -rf -- "$1"', "heterog-cleaner", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _background_summary(

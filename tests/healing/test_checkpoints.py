@@ -58,14 +58,16 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(
 def test_a_process_that_has_ended_is_asked_again_for_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, service = list[str](), mock.Mock(has_ended=False, next_answer=lambda: None)
+    said, service = list[str](), mock.Mock()
+    service.answer_to.side_effect = [HeterogError("it has ended"), HeterogError("it has ended"), 0]
     monkeypatch.setattr(checkpoints, "Service", lambda module: service)
     writing = checkpoints.Writing(tmp_path / "saved", -1.0, said.append)
-    for is_asked, has_ended in ((1, True), (1, True), (2, False)):
-        assert writing.look(lambda: tmp_path) == ""
-        assert service.ask.call_count == is_asked
-        service.has_ended = has_ended
-    assert said == ["no checkpoint was written: the process that writes them has ended"]
+    for number in range(1, 5):
+        writing.look(lambda: tmp_path)
+        assert writing._writing is not None
+        writing._writing.join()
+        assert service.ask.call_count == number
+    assert said == ["no checkpoint was written: it has ended"], "once, and not each time"
 
 
 def test_a_snapshot_that_is_deleted_while_it_is_opened_gives_way_to_a_newer_one(

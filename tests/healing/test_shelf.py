@@ -217,9 +217,7 @@ def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
         far_put(far, part)
     crew = far_crew(tmp_path, hosts)
     try:
-        while (folder := crew.lend()) is None:
-            assert crew._bringing is not None
-            crew._bringing.join()
+        folder = crew.lend()
         for far in hosts:
             far.host.shelf.forget_before(Moment(0, 4, 2))
         read = Snapshot(Shelf(folder), moment).read(["w0", "w1"])
@@ -241,11 +239,9 @@ def test_a_part_that_a_host_does_not_give_comes_from_the_next_that_holds_it(
     hosts[0].is_lost = is_lost  # after that answer
     hosts[0].host.shelf.forget_before(Moment(0, 4, 2))
     crew = far_crew(tmp_path, hosts)
-    crew._lent = tmp_path / "lent"
-    crew._lent.mkdir()
-    crew._bring()
-    read = Snapshot(Shelf(crew._lent), moment).read(["w0", "w1"])
+    read = Snapshot(Shelf(crew.lend()), moment).read(["w0", "w1"])
     assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3]
+    crew._stack.close()
 
 
 def test_nothing_is_awaited_of_a_host_that_counts_as_lost(tmp_path: Path) -> None:
@@ -284,10 +280,8 @@ def test_a_host_that_does_not_give_is_waited_for_until_it_counts_as_lost(
     monkeypatch.setattr(hosts[0], "give", give, raising=False)
     crew._ray = SimpleNamespace(**vars(FAR))
     crew._ray.wait = lambda asked, **_: ([each for each in asked if each is not None], [])
-    crew._lent = tmp_path / "lent"
-    crew._lent.mkdir()
-    crew._bring()
-    assert sorted(Shelf(crew._lent).parts()) == parts_of(moment), "the other host gives them"
+    assert sorted(Shelf(crew.lend()).parts()) == parts_of(moment), "the other host gives them"
+    crew._stack.close()
     assert len(looks) >= 3
 
 

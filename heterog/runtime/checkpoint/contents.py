@@ -29,7 +29,7 @@ from heterog.records import (
     parse_dataclass,
     parse_record,
 )
-from heterog.runtime.checkpoint.boxes import Box, check_tiling, whole_box
+from heterog.runtime.checkpoint.boxes import Box, Entry, check_tiling, whole_box
 
 SCHEMA_VERSION = 4
 """No release wrote earlier versions."""
@@ -59,6 +59,24 @@ class SavedTensor:
     whole: Text = ""
     whole_shape: tuple[Int32, ...] = ()
     offsets: tuple[Int32, ...] = ()
+
+    @classmethod
+    def of(
+        cls, entry: Entry, file: str, offset: int, num_bytes: int, sha256: str = ""
+    ) -> "SavedTensor":
+        """The place of a box of a tensor that has been written."""
+        is_part = entry.name != entry.whole
+        return cls(
+            shape=tuple(entry.value.shape),
+            dtype=dtype_name(entry.value.dtype),
+            file=file,
+            offset=offset,
+            num_bytes=num_bytes,
+            sha256=sha256,
+            whole=entry.whole if is_part else "",
+            whole_shape=entry.shape if is_part else (),
+            offsets=entry.box.offsets if is_part else (),
+        )
 
     @property
     def box(self) -> Box:
@@ -255,6 +273,11 @@ def states_from_json(record: Mapping[str, Any]) -> dict[str, SavedOptimizer]:
         name: SavedOptimizer(**{**each, "tensors": tuple(each["tensors"])})
         for name, each in record.items()
     }
+
+
+def elements(value: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's elements, in the memory of this host."""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:

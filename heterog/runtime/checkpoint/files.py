@@ -38,6 +38,7 @@ from heterog.runtime.checkpoint.contents import (
     checksum_of,
     dtype_name,
     dtype_of,
+    elements,
     to_json,
 )
 
@@ -74,18 +75,8 @@ def write_tensors(entries: Sequence[Entry], data: Path, rank: int) -> dict[str, 
                 # A view would be saved with all of its memory.
                 is_view = value.untyped_storage().nbytes() != value.nbytes
                 torch.save(value.clone() if is_view else value, stream)
-                is_part = entry.name != entry.whole
-                saved[entry.name] = SavedTensor(
-                    shape=tuple(value.shape),
-                    dtype=dtype_name(value.dtype),
-                    file=file,
-                    offset=offset,
-                    num_bytes=stream.tell() - offset,
-                    sha256=checksum(value),
-                    whole=entry.whole if is_part else "",
-                    whole_shape=entry.shape if is_part else (),
-                    offsets=entry.box.offsets if is_part else (),
-                )
+                size = stream.tell() - offset
+                saved[entry.name] = SavedTensor.of(entry, file, offset, size, checksum(value))
             stream.flush()
             os.fsync(stream.fileno())
     except (OSError, RuntimeError) as error:
@@ -108,8 +99,7 @@ def _cannot_save(data: Path, error: BaseException, num_bytes: int) -> InputFileE
 
 def checksum(value: Tensor) -> str:
     """SHA-256 of a tensor's elements."""
-    elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(elements.numpy().data).hexdigest()
+    return hashlib.sha256(elements(value)).hexdigest()
 
 
 def read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
