@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,9 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
+from heterog import cli
 from heterog.cli import app, cluster_app
+from heterog.cli.common import err, print_line
 from heterog.cli.outputs import Written
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError
@@ -241,3 +244,18 @@ def test_streams_may_be_closed_full_cut_off_or_ascii(
 
 def test_names_of_files_that_cannot_be_printed_are_escaped() -> None:
     assert str(InputFileError("cannot write \udcff\n.json")) == r"cannot write \udcff\n.json"
+
+
+def test_what_others_say_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors of gloo begin with what rich takes for the end of a style; names may have styles."""
+    said = "rank 1: [/pytorch/third_party/gloo/pair.cc:534] Connection closed by peer " + "x" * 99
+    print_line(said)
+    print_line("checkpoint: runs[final]", to=err)
+    assert capsys.readouterr() == (f"{said}\n", "checkpoint: runs[final]\n")
+
+
+def test_texts_are_printed_by_one_function() -> None:
+    """Any other way takes words in brackets for styles, and cuts lines."""
+    told = re.compile(r"\b(out|err)\.print\(\s*(f?\"|[a-z_]+\[)")
+    folder = Path(inspect.getfile(cli)).parent
+    assert [path.name for path in folder.glob("*.py") if told.search(path.read_text())] == []

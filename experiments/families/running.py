@@ -190,16 +190,25 @@ class Draws(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not draws or "attention" in func._schema.name:  # which has no dropout here
             return func(*args, **(kwargs or {}))
-        drawn = self._draw(self._left.pop(0), args[0])
+        drawn = self._draw(self._left.pop(0), args)
         if func._schema.name.endswith("_"):
             return args[0].copy_(drawn[0])
-        return drawn if len(drawn) > 1 else drawn[0]
+        returned = len(func._schema.returns)
+        written = [
+            each
+            for each, known in zip(args, func._schema.arguments, strict=False)
+            if known.alias_info is not None and known.alias_info.is_write
+        ]
+        for each, value in zip(written, drawn[returned:], strict=True):
+            each.copy_(value)  # the op of the graph returns it
+        return drawn[:returned] if returned > 1 else drawn[0]
 
-    def _draw(self, op: int, like: Any) -> tuple[Tensor, ...]:
-        """What all ranks draw for an op, put together."""
+    def _draw(self, op: int, args: Any) -> tuple[Tensor, ...]:
+        """What all ranks draw for an op with these arguments, put together."""
         part, special = self._part, self._part.plan.specials[op]
         local_op = LocalOp(self._graph, part.plan, op, self._nodes[op], torch.device("cpu"))
-        inputs = [like] if local_op.call.inputs else []
+        given = [each for each in args if isinstance(each, Tensor)]
+        inputs = given[: len(local_op.call.inputs)]
         if special == Special.SHARED_RANDOM_STREAM:
             with RandomStream(0, torch.device("cpu")).drawing(self._step, op, 0, rank=None):
                 return tuple(local_op(inputs, local_op.whole))

@@ -230,7 +230,7 @@ def _run(request: CheckRequest, task: Task) -> Run:
         if not traces:
             raise
         text, trace = json.loads(traces[0].read_text())
-        said = text or error.last_words.get(int(traces[0].stem), "")
+        said = text or error.last_words.get(int(traces[0].stem)) or "it exits and says nothing"
         where = f"the script fails with {_told(task.shares)} of each batch on its ranks"
         raise ScriptError(f"{where}: {said}", trace) from error
     files = [folder / f"{rank}.pt" for rank in range(request.num_ranks)]

@@ -16,7 +16,7 @@ from heterog.cli.common import (
     JsonOption,
     load_cluster,
     load_model,
-    out,
+    print_line,
     print_result,
     progress_line,
     split_names,
@@ -200,11 +200,10 @@ def fidelity(
         found.append(compared(row, case))
         if not as_json:
             each = found[-1]
-            out.print(
+            print_line(
                 f"{number}/{len(rows)} {each.name}: measured {each.measured_s:.4g} s, predicted "
-                f"{each.predicted_s:.4g} ({each.error:+.0%}){_peak(each)}",
-                soft_wrap=True, highlight=False,
-            )  # fmt: skip
+                f"{each.predicted_s:.4g} ({each.error:+.0%}){_peak(each)}"
+            )
     families = sorted({each.family for each in found})
     errors = [
         family_errors(name, [each for each in found if each.family == name]) for name in families

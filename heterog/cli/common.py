@@ -140,13 +140,21 @@ def print_result(as_json: bool, document: object, *said: object) -> None:
     if as_json:
         print_json(document)
     for each in () if as_json else said:
-        out.print(each, soft_wrap=isinstance(each, str), markup=False, highlight=False)
+        if isinstance(each, str):
+            print_line(each)
+        else:
+            out.print(each)
+
+
+def print_line(text: str, *, to: Console = out) -> None:
+    """Print a text uncut and as it is: names, paths and errors in it may look like markup."""
+    to.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def print_checkpoint(folder: Path | None) -> None:
     """Say where the checkpoint is, if one was saved."""
     if folder is not None:
-        out.print(f"checkpoint: {folder}", soft_wrap=True)
+        print_line(f"checkpoint: {folder}")
 
 
 def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse | None]":
@@ -307,7 +315,7 @@ def progress_line(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
 
         yield tell
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         line = bar.add_task("", total=1.0)
 

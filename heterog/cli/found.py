@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from heterog.cli.common import out
+from heterog.cli.common import out, print_line
 from heterog.cli.objective import money_remarks, offers_lines
 from heterog.cluster.topology import Cluster
 from heterog.explain.explanation import Explanation
@@ -86,7 +86,7 @@ class PlanAnswer:
         out.print(methods_table(self.plan.rows, self.plan.cluster, title=_title(self.plan)))
         out.print(_verdict(self.plan))
         for line in offers_lines(self.plan):
-            out.print(line, highlight=False)
+            print_line(line)
         if self.explanation is not None:
             out.print()
             out.print(explanation_text(self.explanation))

@@ -17,9 +17,9 @@ from heterog.cli.common import (
     PlanArgument,
     SourceOption,
     err,
-    out,
     print_checkpoint,
     print_json,
+    print_line,
     progress_line,
     stage_progress,
 )
@@ -77,7 +77,7 @@ def run_healing(
     """Run the job in a place, or on Ray if there is none, and print the outcome."""
 
     def say(text: str) -> None:
-        err.print(text, soft_wrap=True, highlight=False)
+        print_line(text, to=err)
 
     with progress_line(as_json) as show:
 
@@ -106,24 +106,22 @@ def _print_moves(measured: Mapping[str, Any]) -> None:
     """Print what happened, and how long a step took."""
     for move in measured["moves"]:
         took_s = sum(move[part] for part in ("detect_s", "plan_s", "move_s", "first_step_s"))
-        out.print(
+        print_line(
             f"{move['why']}: on with {move['num_ranks']} ranks ({move['method']}) after step "
             f"{move['step']}, {format_seconds(took_s)} later (noticed in "
             f"{format_seconds(move['detect_s'])}, planned in {format_seconds(move['plan_s'])}, "
-            f"moved in {format_seconds(move['move_s'])}; {move['steps_done_again']} steps again)",
-            soft_wrap=True,
+            f"moved in {format_seconds(move['move_s'])}; {move['steps_done_again']} steps again)"
         )
     kept = [trial["is_kept"] for trial in measured["trials"]]
     if kept:
-        out.print(f"{len(kept)} moves were tried, {sum(kept)} kept, the others taken back")
+        print_line(f"{len(kept)} moves were tried, {sum(kept)} kept, the others taken back")
     snapshots, losses = measured["snapshots"], measured["losses"]
     first, last = (float("nan") if each is None else each for each in (losses[0], losses[-1]))
-    out.print(
+    print_line(
         f"{measured['model']} on {measured['num_ranks']} ranks: "
         f"{format_seconds(measured['step_time_s'])} a step (median of {len(losses)}); loss "
         f"{first:.4f} -> {last:.4f}; {snapshots['number']} snapshots, "
-        f"{format_bytes(snapshots['bytes_of_rank_0'])} each from rank 0",
-        soft_wrap=True,
+        f"{format_bytes(snapshots['bytes_of_rank_0'])} each from rank 0"
     )
 
 
@@ -366,7 +364,7 @@ def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> No
     differ = any(mode.steps_differ for mode in plan.strategy.modes)
     kind = "mean" if differ else "median"  # see ``rank``
     assert plan.step_time_s is not None
-    out.print(
+    print_line(
         f"{measured['model']} on {measured['num_ranks']} {where}: "
         f"{format_seconds(measured['step_time_s'])} a step ({kind} of "
         f"{len(measured['step_times_s'])}, "
@@ -375,13 +373,15 @@ def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> No
         f"{format_seconds(plan.step_time_s)}; loss {first:.4f} -> {last:.4f}"
     )
     if measured.get("compile_s"):
-        out.print(f"compiling took {format_seconds(measured['compile_s'])} before the second step")
+        print_line(
+            f"compiling took {format_seconds(measured['compile_s'])} before the second step"
+        )
     if measured.get("not_compiled"):
-        err.print(measured["not_compiled"], soft_wrap=True, highlight=False)
+        print_line(measured["not_compiled"], to=err)
     if "background" not in measured:
         return
     done = measured["background"]
-    out.print(
+    print_line(
         f"background {done['model']}: {sum(done['samples'])} samples, "
         f"{done['samples_per_s']:.1f} samples/s; a step took "
         f"{format_seconds(done['step_time_s'])} beside it and "
@@ -389,4 +389,4 @@ def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> No
         f"(limit {done['limit']:g}x)"
     )
     for rank, words in done["failures"].items():
-        err.print(f"the background job beside rank {rank} ended early: {words}")
+        print_line(f"the background job beside rank {rank} ended early: {words}", to=err)

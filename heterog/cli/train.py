@@ -33,6 +33,7 @@ from heterog.cli.common import (
     loaded_models,
     out,
     print_json,
+    print_line,
     print_result,
     progress_line,
     split_names,
@@ -268,7 +269,7 @@ def _reporter(quiet: bool) -> "Report":
         if quiet or (now - last.get(stage, -1e9) < 1.0 and fraction < 1.0):
             return
         last[stage] = now
-        err.print(f"{stage} {fraction:4.0%} {text}", soft_wrap=True, markup=False, highlight=False)
+        print_line(f"{stage} {fraction:4.0%} {text}", to=err)
 
     return report
 
@@ -363,7 +364,7 @@ def _made(suite: str, common: dict[str, Any]) -> "Scored":
 def _tell(line: dict[str, Any]) -> None:
     took = line["step_time_s"]
     said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
-    err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
+    print_line(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", to=err)
 
 
 def _entries(methods: str) -> "list[Entry]":
@@ -419,7 +420,7 @@ def pack(
     from heterog.agents.hub import pack as packed
 
     packed(load_checkpoint(policy), folder)
-    out.print(f"{folder}: read its README.md before you share it", markup=False)
+    print_line(f"{folder}: read its README.md before you share it")
 
 
 def pull(
@@ -431,7 +432,7 @@ def pull(
     from heterog.agents.hub import pull as pulled
 
     save_checkpoint(output, pulled(address))
-    out.print(f"{output}: use it by --policy {output}", markup=False)
+    print_line(f"{output}: use it by --policy {output}")
 
 
 def evaluate(
@@ -487,7 +488,7 @@ def evaluate(
                     f"{name} {'does not fit' if value is None else f'{value:.3f}'}"
                     for name, value in summary(found.rows).items()
                 )
-                out.print(f"over the best search: {shown}", soft_wrap=True, markup=False)
+                print_line(f"over the best search: {shown}")
     if as_json:
         print_json({"policy": policy, "rows": documents})
 
@@ -533,6 +534,6 @@ def dataset(
             documents.append({"file": str(path), "plans": len(pair.plans), "step_time_s": best})
             if not as_json:
                 said = "none fits" if best is None else f"{1e3 * best:.1f} ms the fastest"
-                out.print(f"{path}: {len(pair.plans)} plans, {said}", markup=False)
+                print_line(f"{path}: {len(pair.plans)} plans, {said}")
     if as_json:
         print_json(documents)

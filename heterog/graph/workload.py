@@ -72,6 +72,12 @@ class Workload:
     parameter_groups: Groups | None = None
 
     def __post_init__(self) -> None:
+        for what, kind in _KINDS.items():
+            if not isinstance(given := getattr(self, what), kind):
+                raise CaptureError(
+                    f"workload '{self.name}': {what} is of type {type(given).__name__}; give a "
+                    f"{'text' if kind is str else 'dict'}."
+                )
         optimizer: Any = self.optimizer
         if isinstance(optimizer, partial) and not optimizer.args:
             options = {**optimizer.keywords, **self.optimizer_options}
@@ -152,6 +158,9 @@ class Workload:
                 f"workload '{self.name}': a tuple batch is (*inputs, target); it has one element."
             )
         return self.loss(model(*batch[:-1]), batch[-1])
+
+
+_KINDS = {"name": str, "source": str, "optimizer_options": Mapping, "batch_dims": Mapping}
 
 
 def _takes_two(function: Any) -> bool:

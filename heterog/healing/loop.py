@@ -5,6 +5,7 @@ snapshot get it from one that has it, and all go on with the step after it. A lo
 ``HealingLoop.restore`` before it and ``end_step`` in it (``docs/healing.md`` shows one).
 """
 
+import json
 import os
 import socket
 import sys
@@ -77,6 +78,13 @@ class HealingLoop:
                 "HealingLoop takes parameters that every rank has whole, and these are sharded; "
                 "use DistributedDataParallel, or save them by torch.distributed.checkpoint."
             )
+        for name, value in _extra_state(model).items():
+            if not _is_json(value):
+                raise HeterogError(
+                    f"HealingLoop: {name} of the model is of type {type(value).__name__}, which "
+                    "no snapshot can hold; let get_extra_state return a tensor, or dicts, lists, "
+                    "numbers and texts."
+                )
         self.num_steps = 0
         self.resumed_from = ""
         self._model, self._optimizer, self._balancer = model, optimizer, balancer
@@ -199,6 +207,7 @@ class HealingLoop:
             "balancer": self._balancer.state_dict(),
             "groups": [_plain(group) for group in state["param_groups"]],
             "values": values,
+            "model": _extra_state(self._model),
             "others": {name: each.state_dict() for name, each in self._others.items()},
             "who": self._who,
         }
@@ -214,9 +223,8 @@ class HealingLoop:
         """Set the state of the loop from what was read."""
         module = getattr(self._model, "module", self._model)
         prefix = "model."
-        module.load_state_dict(
-            {n.removeprefix(prefix): each for n, each in tensors.items() if n.startswith(prefix)}
-        )
+        read = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        module.load_state_dict({**read, **extra.get("model", {})})
         state: dict[int, dict[str, Any]] = {
             int(number): dict(values) for number, values in extra["values"].items()
         }
@@ -247,6 +255,20 @@ class HealingLoop:
         speeds = [float(had[name].pop(0)) if had.get(name) else mean for name in self._who]
         sampler = self._balancer.share_sampler
         sampler.set_shares(shares_from_speeds([max(s, 1.0) for s in speeds], sum(shares)))
+
+
+def _extra_state(model: nn.Module) -> dict[str, Any]:
+    """What modules keep beside tensors (``get_extra_state``), by name."""
+    state = getattr(model, "module", model).state_dict()
+    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def _is_json(value: object) -> bool:
+    """Whether an index in JSON gives the value back as it is."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ from heterog.user_code import trusted_source
 
 ALONE_STEPS = 3
 """Number of steps before a background job begins; they measure the step time without it."""
+_LEAST_ROOM = 8192
+"""Bytes of a disk, two of its blocks, with less than which a process cannot say why it ends."""
 HEARTBEAT = "HETEROG_HEARTBEAT"
 """Variable with the path of the file to which a rank writes its stage."""
 PORT_FILE = "HETEROG_PORT_FILE"
@@ -86,8 +88,10 @@ class LocalRank(Watched):
         self.note(stage, now_s, is_stopped=_state(self.process.pid) == "T")
 
     def last_words(self) -> str:
-        """Its error line, or the last line that it printed."""
-        return _last_words(self.words)
+        """Its error line, or the last line that it printed, or why there is none."""
+        said, folder = _last_words(self.words), self.words.parent.parent
+        is_full = not said and shutil.disk_usage(folder).free < _LEAST_ROOM
+        return f"What it said is lost: {folder} (TMPDIR) has no room." if is_full else said
 
 
 def ranks_of_this_process() -> dict[int, int]:

@@ -324,6 +324,8 @@ def misbehave(kind: str) -> None:
         raise ArithmeticError("no step\nat all")
     if kind == "exits":
         sys.exit("not today")
+    if kind == "exits silently":
+        sys.exit(4)
     if kind == "hangs":
         time.sleep(1000)
 

@@ -102,6 +102,7 @@ def test_a_script_that_ends_before_is_judged_by_what_it_has_done() -> None:
     [
         ("fails", {}, "1/0 .*checked_loops.py:[0-9]+: ArithmeticError: no step at all$"),
         ("exits", {}, "1/0 of each batch on its ranks: not today$"),
+        ("exits silently", {}, "1/0 of each batch on its ranks: it exits and says nothing$"),
         ("hangs", {"timeout_s": 1.0}, "did not end within 1 s"),
         ("no updates", {}, r"no update with batches of a heterog.Balancer .*\(9 were taken\)"),
         ("plain", {"shares": ((1, 0), (8, 0))}, "divided batches of 8 samples alike, 8/0"),

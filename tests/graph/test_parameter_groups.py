@@ -144,3 +144,17 @@ def test_options_that_the_optimizer_does_not_take_are_refused() -> None:
     for groups in (None, lambda m: m.parameters()):
         with pytest.raises(CaptureError, match=r"cannot .* with .*options .*'rate': 0.1"):
             capture(workload_of(groups, rate=0.1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"name": 7}, "name is of type int; give a text"),
+        ({"source": None}, "source is of type NoneType; give a text"),
+        ({"optimizer_options": [("lr", 0.1)]}, "optimizer_options is of type list; give a dict"),
+        ({"batch_dims": (1, 0)}, "batch_dims is of type tuple; give a dict"),
+    ],
+)
+def test_fields_of_other_types_are_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        Workload(nn.Linear(2, 2), (), None, torch.optim.SGD, **fields)

@@ -28,6 +28,7 @@ from heterog.graph.capture import capture
 from heterog.healing import on_torchrun, rank
 from heterog.healing.choices import Choice, Question
 from heterog.healing.job import HealingJob
+from heterog.healing.loop import HealingLoop
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import NEAR, Planning
@@ -445,6 +446,16 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
     while left := [each for name in own for each in Path(tempfile.gettempdir()).glob(name)]:
         assert time.monotonic() < deadline_s, f"{left} are left behind"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("state", [(1, 2), {1: "a"}, {"a"}, float("nan"), object()])
+def test_a_loop_is_refused_whose_modules_keep_what_an_index_would_change(state: object) -> None:
+    layer = type("Keeps", (nn.Identity,), {"get_extra_state": lambda _: state})()
+    with (
+        mock.patch("torch.distributed.is_initialized", return_value=True),
+        pytest.raises(HeterogError, match="_extra_state of the model is of type"),
+    ):
+        HealingLoop(layer, mock.Mock(), mock.Mock())
 
 
 def test_a_plan_under_torchrun_goes_on_without_a_host(folder: Path, tmp_path: Path) -> None:

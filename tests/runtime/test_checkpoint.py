@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError, StrategyError
+from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -353,6 +354,39 @@ def test_statistics_are_those_of_the_first_replica_with_samples(
     state = results[0][1]
     assert state is not None
     torch.testing.assert_close(state, weights)
+
+
+class Versioned(nn.Linear):
+    """A layer that keeps more than tensors, as some layers in eight bits do."""
+
+    def get_extra_state(self) -> dict[str, list[int]]:
+        return {"version": [1, 2]}
+
+    def set_extra_state(self, state: dict[str, list[int]]) -> None:
+        assert state == {"version": [1, 2]}
+
+
+def versioned() -> Workload:
+    batch = (torch.ones(8, 6), torch.zeros(8, 4))
+    return Workload(
+        lambda: nn.Sequential(Versioned(6, 4)), batch, nn.functional.mse_loss, torch.optim.SGD
+    )
+
+
+def extra_state(_rank: int, plan: str) -> dict[str, Any] | None:
+    step = deploy(versioned(), load_plan(plan))
+    step(versioned().make_batch())
+    return step.state_dict()
+
+
+@pytest.mark.distributed
+def test_a_state_dict_has_what_modules_keep_beside_tensors(ranks: Ranks, tmp_path: Path) -> None:
+    plan = save_plan(tmp_path / "plan.json", capture_step(versioned()).graph, [SHARES])
+    state, *others = ranks.run(extra_state, plan)
+    assert others == [None, None]
+    model = versioned().make_model()
+    model.load_state_dict(state)  # strict: nothing is missing, and the layer got what it gave
+    assert state["0._extra_state"] == {"version": [1, 2]}
 
 
 @pytest.mark.distributed

@@ -19,7 +19,7 @@ from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import Device, Host, Link
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
-from heterog.runtime.launch import ranks_of_this_process, run_commands, run_ranks
+from heterog.runtime.launch import LocalRank, ranks_of_this_process, run_commands, run_ranks
 from heterog.runtime.rank import _listen, join
 from heterog.runtime.ranks import testbed as module
 from heterog.runtime.ranks import watching
@@ -415,3 +415,17 @@ def test_a_testbed_is_gone_after_a_rank_was_killed_in_it(folder: Path) -> None:
     assert_all_gone(watch.pids)
     assert not list(Path("/run/netns").glob(f"{bed.name}*"))
     assert not (module._cpu_controller().root / bed.name).exists()
+
+
+def test_a_disk_without_room_is_blamed_for_lost_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = tmp_path / "job" / "rank0.err"
+    words.parent.mkdir()
+    words.touch()
+    rank = LocalRank(SimpleNamespace(), words, words)  # type: ignore[arg-type]
+    assert rank.last_words() == ""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
+    assert rank.last_words() == f"What it said is lost: {tmp_path} (TMPDIR) has no room."
+    words.write_text("heterog: it said this\n")
+    assert rank.last_words() == "heterog: it said this"

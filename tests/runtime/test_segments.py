@@ -126,6 +126,26 @@ def test_functions_of_torch_call_the_ops_that_they_stand_for() -> None:
         assert called.ops == [op]
 
 
+def test_a_sum_keeps_its_factor() -> None:
+    """Inductor makes one op of a sum and a product of matrices, and would forget the factor."""
+    add = torch.ops.aten.add.Tensor
+
+    def ops_of(graph: torch.fx.GraphModule, _given: list[Tensor]) -> Kernels:
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        assert all("alpha" not in node.kwargs for node in calls)
+        assert [node.target for node in calls].count(add) == 3
+        return lambda given: list(graph(*given))
+
+    def sums(given: Sequence[Tensor]) -> list[Tensor]:
+        x, y = given
+        return [add(x, x @ y, alpha=0.1), add(x @ y, x, alpha=3), add(x, y)]
+
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    like = Like(x.shape, x.stride(), x.dtype, x.device)
+    made = as_compiled(sums, [like, like], ops_of)([x, y])
+    torch.testing.assert_close(made, [x + 0.1 * (x @ y), x @ y + 3 * x, x + y])
+
+
 def test_half_a_library_in_the_cache_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ The whole model is gathered from the same parts (``whole_state``). When a checkp
 each rank reads the boxes that it now holds or updates.
 """
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -153,7 +154,10 @@ def whole_state(step: DeployedStep, model: nn.Module) -> dict[str, Tensor] | Non
         for each in own:
             dist.send(each.value.contiguous(), 0)
         return None
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    state = {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in model.state_dict().items()  # a module's extra state is of any type
+    }
     held = _model_tensors(model)
     for rank, text in enumerate(said):
         for number, (whole, shape, (offsets, sizes)) in enumerate(json.loads(text)):

@@ -190,4 +190,17 @@ def as_compiled(
                 torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=each.device)
                 for each in likes
             ]
-        return backend(make_fx(lambda *inputs: tuple(function(list(inputs))))(*given), given)
+        trace = make_fx(lambda *inputs: tuple(function(list(inputs))), _PLAIN_SUMS)
+        return backend(trace(*given), given)
+
+
+def _plain_sum(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
+    """The sum with its factor as a product of its own.
+
+    Inductor joins a sum and a product of matrices to ``addmm``, without the factor of the sum
+    (torch 2.13: ``torch.compile`` of ``x.add(a @ b, alpha=0.1)`` adds ten times too much).
+    """
+    return NotImplemented if alpha == 1 else value + other * alpha
+
+
+_PLAIN_SUMS = {torch.ops.aten.add.Tensor: _plain_sum}
