@@ -228,7 +228,7 @@ def test_other_models_and_replicas_that_shall_differ_train_freely(ranks: Ranks) 
     ("mistake", "text"),
     [
         (lambda: Balancer(global_batch_size=48.0), "batch_size=48.0: give a whole number"),  # type: ignore[arg-type]
-        (lambda: Balancer(), "global_batch_size=None: give a whole number"),
+        (lambda: Balancer(global_batch_size=None), "global_batch_size=None: give a whole"),  # type: ignore[arg-type]
         (lambda: Balancer(global_batch_size=4, writer="runs"), "writer='runs' has no add_scalar"),  # type: ignore[arg-type]
         (lambda: _loader(torch.utils.data.DataLoader(numbers())), "got a DataLoader"),
         (lambda: _loader(numbers(), batch_size=4), "takes no batch_size"),
