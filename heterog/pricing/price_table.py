@@ -10,8 +10,7 @@ alone.
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -28,7 +27,7 @@ from heterog.lowering import Choice, make_scratch, used_channels
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable, communicators
 from heterog.lowering.choice import Encoder
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.sparse_tables import starts_of
+from heterog.lowering.sparse_tables import distinct, starts_of
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.lowering.tape import NUM_TASKS, Scratch, Tape
 from heterog.memo import kept
@@ -106,15 +105,10 @@ _Number = TypeVar("_Number", bound=np.generic)
 _NO_ROWS: IntArray = np.zeros(0, np.int32)
 _NO_NUMBERS: IntArray = np.zeros((0, 0, 0), np.int32)
 _NO_SECONDS: FloatArray = np.zeros((0, 0))
+TypeModel: TypeAlias = tuple[DeviceType, CostModel]
+"""A device type, and the model of what it computes."""
 _MOST_DRAG = 0.9
 """Largest fraction of compute speed that drag takes: compute never stops while bytes move."""
-
-
-class TypeModel(NamedTuple):
-    """A device type, and the model of what it computes."""
-
-    device_type: DeviceType
-    cost_model: CostModel
 
 
 class _Seconds(dict[tuple[int, ...], FloatArray]):
@@ -153,7 +147,7 @@ class RuleSet:
         self,
         choice: Choice,
         types: IntArray,
-        models: Sequence["TypeModel"],
+        models: Sequence[TypeModel],
         members: int = 0,
     ) -> tuple[IntArray, IntArray, FloatArray]:
         """Seconds of ops with rules at the samples and units of a choice, by its devices' types.
@@ -191,7 +185,7 @@ class RuleSet:
         seconds = np.stack([self._at((members, *work), models) for work in works])
         return row_of, numbers, seconds
 
-    def _at(self, key: tuple[int, ...], models: Sequence["TypeModel"]) -> FloatArray:
+    def _at(self, key: tuple[int, ...], models: Sequence[TypeModel]) -> FloatArray:
         """Seconds of all compute ops; see ``_Seconds``."""
         if key not in self.kept_seconds:
             (members, kind, units, samples, begin), batch = key, self._graph.batch_size
@@ -250,24 +244,6 @@ class RuleSets:
     def tables_of(self, choice: Choice) -> GraphTables:
         """The graph's tables under the op rules of an encoded strategy."""
         return self.of(choice.rule_set).tables
-
-
-def distinct(*columns: IntArray) -> tuple[list[tuple[int, ...]], IntArray]:
-    """The distinct rows of columns of equal shape, in order, and the number of each entry's row.
-
-    Each row is packed into one integer, because integers sort many times faster than rows.
-    """
-    sizes = [int(column.max(initial=0)) + 1 for column in columns]
-    if prod(sizes) >= 2**63:  # far beyond any cluster and batch; sorted as rows
-        flat = np.stack(columns, axis=-1).reshape(-1, len(columns))
-        rows, number = np.unique(flat, axis=0, return_inverse=True)
-        return [tuple(row) for row in rows.tolist()], number.astype(np.int32)
-    keys = np.zeros(columns[0].shape, np.int64)
-    for column, size in zip(columns, sizes, strict=True):
-        keys = keys * size + column
-    distinct, number = np.unique(keys.ravel(), return_inverse=True)
-    places = np.unravel_index(distinct, sizes)
-    return list(zip(*(place.tolist() for place in places), strict=True)), number.astype(np.int32)
 
 
 _Way = tuple[ChannelKind, tuple[int, ...], tuple[float, ...]]
@@ -477,7 +453,7 @@ class PriceTable:
             return
         updates, alone = [op for op, _, _ in graph.updates], cost_model.alone()
         self.models = [
-            TypeModel(kind, model)
+            (kind, model)
             for model in dict.fromkeys((cost_model, alone))
             for kind in cluster.device_types
         ]
