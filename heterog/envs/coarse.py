@@ -73,6 +73,7 @@ class _CoarsePrices(PriceTable):
         )
 
     def op_seconds(self, kind: int, samples: int) -> FloatArray:
-        """Seconds of every coarse op on a device type at a share.  # [num_coarse_ops]"""
-        row = self._cost_model.op_seconds(self._graph, self._cluster.device_types[kind], samples)
+        """Seconds of every coarse op by one of ``models`` at a share.  # [num_coarse_ops]"""
+        device_type, model = self.models[kind]
+        row = model.op_seconds(self._graph, device_type, samples)
         return sums(self._run_of, row[self._fine_op], len(self._tables.op_id))

@@ -42,19 +42,25 @@ def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
     With up to six hosts, unions come in order of size. In larger clusters hosts of one kind are
     equal (``Cluster.host_kind``), so a union takes the first hosts of each kind, and the most
-    natural unions come first: whole kinds, then halves, quarters, ... of a kind. At most 256 sets.
+    natural unions come first: whole kinds, then halves, quarters, ... of a kind. At most 256 sets,
+    among which is a host of each kind.
     """
     hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
     everything = tuple(range(cluster.num_devices))
     types = grouped((cluster.type_index[device], device) for device in everything)
-    named = (everything, *map(tuple, types.values()), *hosts[:_MOST_HOSTS_NAMED])
+    # Where there is no room for all, each kind of hosts has one before others of a kind.
+    kinds = grouped((kind, host) for host, kind in enumerate(cluster.host_kind)).values()
+    ranked = list(dict.fromkeys((*(first for first, *_ in kinds), *range(len(hosts)))))
+    some = [hosts[host] for host in sorted(ranked[:_MOST_HOSTS_NAMED])]
+    named = (everything, *map(tuple, types.values()), *some)
     sets: dict[tuple[int, ...], None] = dict.fromkeys(named)
     room = MAX_DEVICE_SETS - min(cluster.num_devices, _MOST_SINGLES)
     for chosen in _unions(cluster):
         if len(sets) >= room:
             break
         sets.setdefault(tuple(sorted(d for host in chosen for d in hosts[host])))
-    singles = ((device,) for device in everything[: MAX_DEVICE_SETS - len(sets)])
+    devices = [device for host in ranked for device in hosts[host]]
+    singles = ((device,) for device in sorted(devices[: MAX_DEVICE_SETS - len(sets)]))
     return tuple(dict.fromkeys((*sets, *singles)))
 
 

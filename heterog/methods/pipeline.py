@@ -376,7 +376,7 @@ class _Enumeration(Enumeration[_Point]):
         return result
 
     def _refine(self, start: _Point) -> None:
-        """Move boundaries, and form or dissolve a stage's teams, while that helps."""
+        """Change boundaries, micro-batches and teams of stages, while that helps."""
         best = start
         while True:
             self.try_points(self._beside(best))
@@ -389,10 +389,13 @@ class _Enumeration(Enumeration[_Point]):
             best = again
 
     def _beside(self, point: _Point) -> Iterator[_Point]:
-        """Points with another boundary, or other teams in one stage."""
+        """Points with another boundary, other micro-batches, or other teams in one stage."""
         for i, cut in enumerate(point.cuts):
             for step in (-2, -1, 1, 2):
                 yield replace(point, cuts=(*point.cuts[:i], cut + step, *point.cuts[i + 1 :]))
+        for num_micro in (2 * point.num_micro, point.num_micro // 2):
+            if 0 < num_micro <= self.most_micro:
+                yield replace(point, num_micro=num_micro)
         if not point.teams:
             return
         for size in (1, *team_sizes(self.cluster, self.rules)):

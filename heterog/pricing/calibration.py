@@ -361,6 +361,10 @@ class Calibration:
         """This model: measured seconds of ops include those of the host."""
         return self
 
+    def alone(self) -> CostModel:
+        """This model: ops were measured on one device."""
+        return self
+
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """Spread from the error on models left out of a fit; the roofline's if there is none.
 

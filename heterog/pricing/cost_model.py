@@ -85,6 +85,9 @@ class CostModel(Protocol):
             members: Devices of a team.
         """
 
+    def alone(self) -> "CostModel":
+        """The cost model for a strategy on one device, which exchanges nothing."""
+
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """Standard deviation of log(measured / predicted) of a step's compute time."""
 

@@ -10,13 +10,13 @@ alone.
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan, axis_plan
 from heterog.graph.op_costs import SPARSE_PRODUCT
@@ -27,7 +27,7 @@ from heterog.lowering import Choice, make_scratch, used_channels
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable, communicators
 from heterog.lowering.choice import Encoder
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.sparse_tables import starts_of
+from heterog.lowering.sparse_tables import distinct, starts_of
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.lowering.tape import NUM_TASKS, Scratch, Tape
 from heterog.memo import kept
@@ -105,6 +105,8 @@ _Number = TypeVar("_Number", bound=np.generic)
 _NO_ROWS: IntArray = np.zeros(0, np.int32)
 _NO_NUMBERS: IntArray = np.zeros((0, 0, 0), np.int32)
 _NO_SECONDS: FloatArray = np.zeros((0, 0))
+TypeModel: TypeAlias = tuple[DeviceType, CostModel]
+"""A device type, and the model of what it computes."""
 _MOST_DRAG = 0.9
 """Largest fraction of compute speed that drag takes: compute never stops while bytes move."""
 
@@ -145,17 +147,15 @@ class RuleSet:
         self,
         choice: Choice,
         types: IntArray,
-        cluster: Cluster,
-        cost_model: CostModel,
+        models: Sequence[TypeModel],
         members: int = 0,
     ) -> tuple[IntArray, IntArray, FloatArray]:
         """Seconds of ops with rules at the samples and units of a choice, by its devices' types.
 
         Args:
             choice: Choice on some devices.
-            types: Device type of each of these devices.
-            cluster: Cluster of these devices.
-            cost_model: Model of the seconds.
+            types: Row of ``models`` for each of these devices.
+            models: Device types with the models of their seconds.
             members: Devices of a team if stages lie on several hosts; else 0.
 
         Returns:
@@ -182,17 +182,18 @@ class RuleSet:
         works, number = distinct(kinds, units, samples, begins)
         numbers = np.zeros(choice.shares.shape, np.int32)
         numbers[rows] = number.reshape(units.shape)
-        model = cost_model.in_teams(members) if members else cost_model
-        seconds = np.stack([self._at((members, *work), cluster, model) for work in works])
+        seconds = np.stack([self._at((members, *work), models) for work in works])
         return row_of, numbers, seconds
 
-    def _at(self, key: tuple[int, ...], cluster: Cluster, cost_model: CostModel) -> FloatArray:
+    def _at(self, key: tuple[int, ...], models: Sequence[TypeModel]) -> FloatArray:
         """Seconds of all compute ops; see ``_Seconds``."""
         if key not in self.kept_seconds:
-            (_, kind, units, samples, begin), batch = key, self._graph.batch_size
+            (members, kind, units, samples, begin), batch = key, self._graph.batch_size
+            device_type, model = models[kind]
+            model = model.in_teams(members) if members else model
             work = self._plan.work(units, samples or batch, batch, begin)
             work = self._sparse.put(work, begin, units, samples or batch)
-            row = cost_model.work_seconds(self._graph, cluster.device_types[kind], *work)
+            row = model.work_seconds(self._graph, device_type, *work)
             self.kept_seconds[key] = row[self.tables.op_id]
         return self.kept_seconds[key]
 
@@ -243,24 +244,6 @@ class RuleSets:
     def tables_of(self, choice: Choice) -> GraphTables:
         """The graph's tables under the op rules of an encoded strategy."""
         return self.of(choice.rule_set).tables
-
-
-def distinct(*columns: IntArray) -> tuple[list[tuple[int, ...]], IntArray]:
-    """The distinct rows of columns of equal shape, in order, and the number of each entry's row.
-
-    Each row is packed into one integer, because integers sort many times faster than rows.
-    """
-    sizes = [int(column.max(initial=0)) + 1 for column in columns]
-    if prod(sizes) >= 2**63:  # far beyond any cluster and batch; sorted as rows
-        flat = np.stack(columns, axis=-1).reshape(-1, len(columns))
-        rows, number = np.unique(flat, axis=0, return_inverse=True)
-        return [tuple(row) for row in rows.tolist()], number.astype(np.int32)
-    keys = np.zeros(columns[0].shape, np.int64)
-    for column, size in zip(columns, sizes, strict=True):
-        keys = keys * size + column
-    distinct, number = np.unique(keys.ravel(), return_inverse=True)
-    places = np.unravel_index(distinct, sizes)
-    return list(zip(*(place.tolist() for place in places), strict=True)), number.astype(np.int32)
 
 
 _Way = tuple[ChannelKind, tuple[int, ...], tuple[float, ...]]
@@ -431,6 +414,8 @@ class PriceTable:
 
     Attributes:
         types: Device type of each device.  # [num_devices]
+        models: The cluster's device types and, if they are faster so, each of them alone: as the
+            only device of a strategy.
         pricer: Prices of single channels.
         group_seconds: Seconds of (each group's forward ops, all its ops) by device type and
             samples.  # [2, num_types, samples, num_groups]
@@ -446,7 +431,7 @@ class PriceTable:
         tables: GraphTables,
         beside: "PriceTable | None" = None,
     ) -> None:
-        self._graph, self._cluster, self._cost_model = graph, cluster, cost_model
+        self._graph, self._cluster = graph, cluster
         self._channels, self._tables = channels, tables
         self.types: IntArray = np.array(cluster.type_index, np.int32)
         known = beside.pricer if beside else None
@@ -456,21 +441,37 @@ class PriceTable:
         bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
         self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
         if beside and beside._tables is tables:
-            of_ops = "_op_seconds", "_update_seconds", "_copy_fixed_s", "_copy_s_per_byte"
+            of_ops = (
+                "models",
+                "_op_seconds",
+                "_update_seconds",
+                "_copy_fixed_s",
+                "_copy_s_per_byte",
+            )
             for name in (*of_ops, "group_seconds", "_is_priced"):
                 setattr(self, name, getattr(beside, name))
             return
-        kinds, updates = cluster.device_types, [op for op, _, _ in graph.updates]
-        full = [cost_model.op_seconds(graph, kind, graph.batch_size) for kind in kinds]
+        updates, alone = [op for op, _, _ in graph.updates], cost_model.alone()
+        self.models = [
+            (kind, model)
+            for model in dict.fromkeys((cost_model, alone))
+            for kind in cluster.device_types
+        ]
+        full = [model.op_seconds(graph, kind, graph.batch_size) for kind, model in self.models]
         self._update_seconds = np.array([row[updates] for row in full])
-        copies = [cost_model.copy_seconds(kind) for kind in kinds]
+        copies = [model.copy_seconds(kind) for kind, model in self.models]
         self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
-        shape = len(kinds), graph.batch_size + 1
+        shape = len(self.models), graph.batch_size + 1
         # Rows are filled when a share is first seen: an unfilled row is never read.
         self._is_priced = np.zeros(shape, np.bool_)
         self._op_seconds = np.zeros((*shape, len(tables.op_id)))
         self.group_seconds = np.zeros((2, *shape, tables.num_groups))
+
+    def types_of(self, choice: Choice) -> IntArray:
+        """Row of ``models`` for each device of a choice on all devices.  # [num_devices]"""
+        is_alone = np.count_nonzero(choice.member.any(0)) == 1 and (choice.home < 0).all()
+        return self.types + is_alone * (len(self.models) - len(self._cluster.device_types))
 
     def prices(
         self,
@@ -485,7 +486,7 @@ class PriceTable:
         Args:
             choice: Choice on some devices.
             rules: Its rule set.
-            types: Device type of each of these devices.
+            types: Row of ``models`` for each of these devices.
             channels: Prices of its channels.
             members: Devices of a team if stages lie on several hosts; else 0.
         """
@@ -493,9 +494,7 @@ class PriceTable:
         if rules.remakes:  # for the samples of teams
             shares = np.concatenate([shares, choice.teams.samples])
         self.price_shares(shares, types)
-        ruled_row, ruled_number, ruled_seconds = rules.seconds(
-            choice, types, self._cluster, self._cost_model, members
-        )
+        ruled_row, ruled_number, ruled_seconds = rules.seconds(choice, types, self.models, members)
         return Prices(
             type_of_device=types,
             op_seconds=self._op_seconds,
@@ -544,7 +543,7 @@ class PriceTable:
 
         Args:
             shares: Samples of each device.  # [rows, num_micro, num_devices]
-            types: Device type of each device.
+            types: Row of ``models`` for each device.
         """
         if self._is_priced[types, shares].all():
             return
@@ -559,9 +558,9 @@ class PriceTable:
         return len(self._cluster.resources)
 
     def op_seconds(self, kind: int, samples: int) -> FloatArray:
-        """Seconds of every compute op of the tables on a device type.  # [num_compute_ops]"""
-        device_type = self._cluster.device_types[kind]
-        return self._cost_model.op_seconds(self._graph, device_type, samples)[self._tables.op_id]
+        """Seconds of every compute op of the tables by one of ``models``.  # [num_compute_ops]"""
+        device_type, model = self.models[kind]
+        return model.op_seconds(self._graph, device_type, samples)[self._tables.op_id]
 
     def seconds_of_groups(self, kind: int, samples: int) -> FloatArray:
         """Seconds of (each group's forward ops, all its ops) on a type.  # [2, num_groups]"""

@@ -23,11 +23,14 @@ With rules of single ops (``OpRule``) an op may be split along any axis, so that
 x of its FLOPs and moves at least x of its bytes. Then t[o,d] is also at most the minimum over x of
 cost(o,d,x) / x, tried at powers of a half, and the path counts only a launch for an op.
 
+A strategy on one device may be priced by a model of its own, because exchanges make kernels beside
+them slower. Then each bound is the least of that of all devices and that of each of them alone.
+
 Both relaxations leave out all communication and all copies. Ops on constants alone count as 0 in
 both: they give the same result in every step, so a strategy may keep it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,10 +59,11 @@ def floor_s(prices: PriceTable, choice: Choice) -> float:
     """
     if choice.rule_set or not all(mode.has_floor for mode in choice.modes):
         return 0.0
-    prices.price_shares(choice.shares[: len(choice.member)], prices.types)
+    types = prices.types_of(choice)
+    prices.price_shares(choice.shares[: len(choice.member)], types)
     shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
     groups = np.arange(len(shares))[:, None, None]
-    seconds = prices.group_seconds[:, prices.types, shares, groups].sum((1, 2))
+    seconds = prices.group_seconds[:, types, shares, groups].sum((1, 2))
     forward, whole = seconds  # [num_devices] each
     floor = whole.max()
     rings, everyone = choice.rings, Domain.ALL
@@ -102,6 +106,7 @@ def _load(prices: PriceTable, channel: IntArray, payload: FloatArray) -> FloatAr
 _ROUNDING = 1e-9
 # Shares are tried one by one up to twice this number, then in relative steps of its inverse.
 _FINEST_STEP = 1024
+_STEP_ALONE = 64  # for a device alone, whose bound is seldom the least
 # Parts of an op down to 1/2048: the seconds of smaller parts are those of a launch.
 _HALVINGS = 12
 
@@ -134,8 +139,37 @@ def lower_bound_s(
         cost_model: Seconds of ops, from the model by which strategies are judged.
         with_op_rules: Whether strategies may have op rules.
     """
-    types = cluster.device_types
-    times = [best_times(graph, device_type, cost_model) for device_type in types]
+    types, alone = cluster.device_types, _alone(cost_model)
+    counts = np.bincount(cluster.type_index, minlength=len(types))
+    times = [best_times(graph, kind, cost_model) for kind in types]
+    bounds = [_bounds(graph, types, times, counts, cost_model, with_op_rules)]
+    for kind in types if alone is not cost_model else ():
+        own = [best_times(graph, kind, alone, _STEP_ALONE)]
+        bounds.append(_bounds(graph, (kind,), own, np.ones(1, np.int64), alone, with_op_rules))
+    compute_s, path_s = np.min(bounds, axis=0).tolist()
+    return LowerBound(
+        seconds=max(compute_s, path_s),
+        compute_s=compute_s,
+        path_s=path_s,
+        with_op_rules=with_op_rules,
+    )
+
+
+@lru_cache(maxsize=16)
+def _alone(cost_model: CostModel) -> CostModel:
+    """The model of a device alone, one object for each model: times are cached by model."""
+    return cost_model.alone()
+
+
+def _bounds(
+    graph: OpGraph,
+    types: Sequence[DeviceType],
+    times: Sequence[tuple[FloatArray, FloatArray]],
+    counts: npt.NDArray[np.int64],
+    cost_model: CostModel,
+    with_op_rules: bool,
+) -> tuple[float, float]:
+    """Bounds (a) and (b) on some devices of each type, from its ``best_times``."""
     if with_op_rules:
         times = [
             _best_times_of_parts(graph, device_type, cost_model, *found)
@@ -143,15 +177,9 @@ def lower_bound_s(
         ]
     whole = np.array([whole_s for whole_s, _ in times])  # [num_types, num_ops]
     shortest = np.array([shortest_s for _, shortest_s in times])
-    counts = np.bincount(cluster.type_index, minlength=len(types))
     compute_s = _balanced_seconds(whole.T, counts) * (1.0 - _ROUNDING)
     path_s = heaviest_path(graph, _on_path(graph, shortest, counts)) * (1.0 - _ROUNDING)
-    return LowerBound(
-        seconds=max(compute_s, path_s),
-        compute_s=compute_s,
-        path_s=path_s,
-        with_op_rules=with_op_rules,
-    )
+    return compute_s, path_s
 
 
 def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
@@ -181,7 +209,10 @@ def share_ranges(batch_size: int, finest_step: int) -> Iterator[tuple[int, int]]
 
 @lru_cache(maxsize=16)
 def best_times(
-    graph: OpGraph, device_type: DeviceType, cost_model: CostModel
+    graph: OpGraph,
+    device_type: DeviceType,
+    cost_model: CostModel,
+    finest_step: int = _FINEST_STEP,
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of every whole op at its best throughput, and its shortest seconds of any share."""
     plan = batch_plan(graph)
@@ -189,7 +220,7 @@ def best_times(
     batch = graph.batch_size
     whole = np.full(graph.num_ops, np.inf)
     shortest = np.full(graph.num_ops, np.inf)
-    for share, last in share_ranges(batch, _FINEST_STEP):
+    for share, last in share_ranges(batch, finest_step):
         seconds = cost_model.op_seconds(graph, device_type, share)
         np.minimum(shortest, seconds, out=shortest)
         np.minimum(whole, np.where(follows_batch, batch / last, 1.0) * seconds, out=whole)

@@ -254,7 +254,7 @@ class Runner:
         self.num_evaluations = 0
         self.num_tasks = 0
         self._copies: dict[int, IntArray] = {}
-        self._are_cpus = np.array([is_cpu(each.name) for each in cluster.device_types])
+        self._are_cpus = np.array([is_cpu(kind.name) for kind, _ in self.prices.models])
         self.poll: Callable[[], None] = lambda: None
         self._folding = Folding(cluster, self.prices.pricer, self.channels)
         self.last = make_timings(1, 1, 1, 1)
@@ -271,7 +271,7 @@ class Runner:
         rules = self.rules.of(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         channels = self.prices.of_channels(self._tape)
-        types, members = self.prices.types, self._members_that_wait(choice, rules)
+        types, members = self.prices.types_of(choice), self._members_that_wait(choice, rules)
         prices = self.prices.prices(choice, rules, types, channels, members)
         return Lowered(choice, rules, self._tape, prices)
 
@@ -290,7 +290,8 @@ class Runner:
         if folded is None:
             return None
         members = self._members_that_wait(choice, rules)
-        prices = self.prices.prices(folded.choice, rules, folded.types, folded.channels, members)
+        types = self.prices.types_of(choice)[folded.fold.columns]
+        prices = self.prices.prices(folded.choice, rules, types, folded.channels, members)
         return Lowered(folded.choice, rules, folded.tape, prices, folded.fold)
 
     def _members_that_wait(self, choice: Choice, rules: RuleSet) -> int:

@@ -10,8 +10,8 @@ from torch import nn
 from heterog import Workload, capture
 from heterog.cluster import Cluster
 from heterog.envs.coarse import CoarseEvaluator
+from heterog.lowering.sparse_tables import distinct
 from heterog.methods.data_parallel import even_shares, uniform_strategy
-from heterog.pricing.price_table import distinct
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order, _simulate_kernel, price_kernel
 from heterog.simulator.evaluator import Evaluator

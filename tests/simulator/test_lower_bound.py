@@ -333,6 +333,9 @@ class Sawtooth:
     def in_teams(self, members: int) -> "Sawtooth":
         return self
 
+    def alone(self) -> "Sawtooth":
+        return self
+
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         return 0.0, 0.0
 

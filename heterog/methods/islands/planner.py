@@ -240,7 +240,7 @@ class CompositionSearch(PointSearch[Composition]):
         of_places = [
             partial(vary, place=place)
             for place in places(point)
-            for vary in (self.variants.by_island, self.variants.by_hosts)
+            for vary in (self.variants.by_island, self._by_hosts)
         ]
         return [self._by_micro, self._by_manner, *of_places]
 
@@ -248,6 +248,15 @@ class CompositionSearch(PointSearch[Composition]):
         for power in range(self.evaluator.graph.batch_size.bit_length()):
             if self.variants.bounded(1 << power) == 1 << power:
                 yield replace(point, num_micro=1 << power)
+
+    def _by_hosts(self, point: Composition, place: tuple[int, int]) -> Iterator[Composition]:
+        """Variants on more or fewer hosts, also with about as many samples at once on each."""
+        before = sum(island.hosts for pool in point.pools for island in pool)
+        for other in self.variants.by_hosts(point, place):
+            yield other
+            after = sum(island.hosts for pool in other.pools for island in pool)
+            num_micro = -(-point.num_micro * before // after)
+            yield replace(other, num_micro=self.variants.bounded(2 * num_micro - 1))
 
     def _by_manner(self, point: Composition) -> Iterator[Composition]:
         for recompute, zero in self.variants.manners:

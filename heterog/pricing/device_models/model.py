@@ -140,6 +140,12 @@ class DeviceModels(Roofline):
         found.host = replace(self.host, issue_s=self.host.issue_s * longer)
         return found
 
+    def alone(self) -> "DeviceModels":
+        """These models without what exchanges between devices cost kernels beside them."""
+        found = copy(self)
+        found.is_alone = True
+        return self if self.is_alone else found
+
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """Alpha-beta seconds; the host issues collectives, which fill more slowly than alone."""
         found = super().channel_seconds(cluster, channel)
