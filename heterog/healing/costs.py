@@ -147,6 +147,15 @@ class SlowedCosts:
         found._model = self._model.in_teams(members)
         return found
 
+    def alone(self) -> CostModel:
+        """See ``CostModel``."""
+        alone = self._model.alone()
+        if alone is self._model:
+            return self
+        found = copy(self)
+        found._model = alone
+        return found
+
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """See ``CostModel``."""
         return self._model.spread(graph, self._as_planned(device_type)[0])

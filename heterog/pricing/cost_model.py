@@ -87,6 +87,7 @@ class CostModel(Protocol):
 
     def alone(self) -> "CostModel":
         """The cost model for a strategy on one device, which exchanges nothing."""
+        return self
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """Standard deviation of log(measured / predicted) of a step's compute time."""

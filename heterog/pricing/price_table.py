@@ -454,7 +454,7 @@ class PriceTable:
         updates, alone = [op for op, _, _ in graph.updates], cost_model.alone()
         self.models = [
             (kind, model)
-            for model in dict.fromkeys((cost_model, alone))
+            for model in (cost_model, *[alone] * (alone != cost_model))
             for kind in cluster.device_types
         ]
         full = [model.op_seconds(graph, kind, graph.batch_size) for kind, model in self.models]
