@@ -471,7 +471,8 @@ class PriceTable:
     def types_of(self, choice: Choice) -> IntArray:
         """Row of ``models`` for each device of a choice on all devices.  # [num_devices]"""
         is_alone = np.count_nonzero(choice.member.any(0)) == 1 and (choice.home < 0).all()
-        return self.types + is_alone * (len(self.models) - len(self._cluster.device_types))
+        first = len(self.models) - len(self._cluster.device_types) if is_alone else 0
+        return self.types + np.int32(first)
 
     def prices(
         self,
