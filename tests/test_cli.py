@@ -202,7 +202,7 @@ def test_a_layout_that_does_not_fit_is_one_line(
 def test_the_answer_is_short_and_plain_in_a_pipe(run: Run, model: str, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("plan.json", "trace.json", "plan.html")]
     result = run("plan", model, "--cluster", "paper_8gpu", "--budget", "50e", "--method",
-                 "tuned_uniform,pipeline,ddp", "--background", model, "--background-batch", 8,
+                 "pipeline,ddp", "--background", model, "--background-batch", 8,
                  "-o", files[0], "--trace", files[1], "--report", files[2])  # fmt: skip
     assert result.code == 0, result.err
     lines = result.out.splitlines()

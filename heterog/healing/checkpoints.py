@@ -21,6 +21,8 @@ from heterog.runtime.checkpoint.contents import SavedTensor
 
 _DAY_S = 86400.0
 """Longest wait for a checkpoint, which nobody waits for."""
+_CLOSING_S = 5.0
+"""Longest wait at the end for a snapshot that is on its way."""
 
 
 class Writing:
@@ -65,10 +67,14 @@ class Writing:
             self._failed = ""
         except (HeterogError, OSError) as error:
             self._failed = str(error)
+        except Exception as error:  # nobody would hear of it in this thread
+            self._failed = f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """End the process that writes; the previous checkpoint survives an unfinished one."""
         self._service.close()
+        if self._writing is not None:
+            self._writing.join(_CLOSING_S)
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> None:

@@ -184,14 +184,18 @@ class HealingJob:
             self._begin_move("lost", why)
 
     def _checkpoint_ns(self) -> int:
-        """When the checkpoint in the folder for them was written; 0 if there is none."""
-        index = Path(self.options.checkpoint) / CHECKPOINT_INDEX
-        return index.stat().st_mtime_ns if self.options.checkpoint and index.exists() else 0
+        """When the checkpoint in the folder for them was written; 0 if none can be seen."""
+        if not self.options.checkpoint:
+            return 0
+        try:
+            return (Path(self.options.checkpoint) / CHECKPOINT_INDEX).stat().st_mtime_ns
+        except OSError:
+            return 0
 
     @property
     def _resume(self) -> str:
         """The checkpoint to begin with where no snapshot is: the job's own, once it has one."""
-        has_own = self._checkpoint_ns() != self.trained.checkpoint_ns
+        has_own = self._checkpoint_ns() not in (0, self.trained.checkpoint_ns)
         folder = Path(self.options.checkpoint) if has_own else self._request.resume
         return str(folder.resolve()) if folder is not None else ""
 

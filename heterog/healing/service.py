@@ -115,7 +115,8 @@ class Service:
                 if isinstance(found[1], HeterogError):
                     raise found[1]
                 return found[1]
-        raise HeterogError(f"the process {self._module} does not answer.")
+        why = "has ended" if self.has_ended else "does not answer"
+        raise HeterogError(f"the process {self._module} {why}.")
 
     def close(self) -> None:
         """End the process; nobody waits for its answers any more."""

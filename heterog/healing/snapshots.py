@@ -141,7 +141,8 @@ class SnapshotWriter:
         try:
             self._shelf.forget_before(self.settled or NEVER, failed)
             self.num_bytes = self._shelf.put(part, entries, states, about)
-        except (InputFileError, OSError) as error:  # the latter: what is there cannot be deleted
+        # OSError: what is there cannot be deleted; the last two: JSON cannot say the state.
+        except (InputFileError, OSError, TypeError, ValueError) as error:
             self.failed = str(error)
         if any(self._after.values()):
             names, self.further = [*part.files, *self.further], []

@@ -441,14 +441,8 @@ class PriceTable:
         bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
         self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
         if beside and beside._tables is tables:
-            of_ops = (
-                "models",
-                "_op_seconds",
-                "_update_seconds",
-                "_copy_fixed_s",
-                "_copy_s_per_byte",
-            )
-            for name in (*of_ops, "group_seconds", "_is_priced"):
+            of_ops = "_op_seconds", "_update_seconds", "_copy_fixed_s", "_copy_s_per_byte"
+            for name in ("models", *of_ops, "group_seconds", "_is_priced"):
                 setattr(self, name, getattr(beside, name))
             return
         updates, alone = [op for op, _, _ in graph.updates], cost_model.alone()
@@ -470,9 +464,11 @@ class PriceTable:
 
     def types_of(self, choice: Choice) -> IntArray:
         """Row of ``models`` for each device of a choice on all devices.  # [num_devices]"""
-        is_alone = np.count_nonzero(choice.member.any(0)) == 1 and (choice.home < 0).all()
-        first = len(self.models) - len(self._cluster.device_types) if is_alone else 0
-        return self.types + np.int32(first)
+        members, home = np.flatnonzero(choice.member.any(0)), choice.home
+        is_alone = len(members) == 1 and ((home < 0) | (home == members[0])).all()
+        return self.types + np.int32(
+            is_alone * (len(self.models) - len(self._cluster.device_types))
+        )
 
     def prices(
         self,

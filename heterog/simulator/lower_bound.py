@@ -106,7 +106,7 @@ def _load(prices: PriceTable, channel: IntArray, payload: FloatArray) -> FloatAr
 _ROUNDING = 1e-9
 # Shares are tried one by one up to twice this number, then in relative steps of its inverse.
 _FINEST_STEP = 1024
-_STEP_ALONE = 64  # for a device alone, whose bound is seldom the least
+_STEP_ALONE = 16  # for a device alone, whose bound is seldom the least
 # Parts of an op down to 1/2048: the seconds of smaller parts are those of a launch.
 _HALVINGS = 12
 
@@ -207,7 +207,7 @@ def share_ranges(batch_size: int, finest_step: int) -> Iterator[tuple[int, int]]
         first = last + 1
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def best_times(
     graph: OpGraph,
     device_type: DeviceType,

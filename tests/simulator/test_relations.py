@@ -7,9 +7,11 @@ from random import Random
 import pytest
 
 from heterog.cluster import Cluster
+from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import DeviceType
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.changes import renumbered
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.search.cheapest import HostSubset
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -179,3 +181,14 @@ def test_a_step_on_one_device_is_the_same_in_every_cluster(kind: str) -> None:
         alone = here.referee(strategy, order).step_time_s
         assert there.referee(part.lifted(strategy), order).step_time_s == alone
         assert there.evaluate(part.lifted(strategy), order).step_time_s == alone
+
+
+@pytest.mark.parametrize("kind", ["A100-40GB", "A100-80GB"])
+def test_no_step_takes_longer_because_its_device_is_alone(kind: str) -> None:
+    """Types that were measured beside exchanges only; alone they have factors of other types."""
+    graph = linear_chain(batch_size=64, width=512)
+    tensors = tuple(replace(tensor, dtype="bfloat16") for tensor in graph.tensors)
+    graph = replace(graph, tensors=tensors)
+    beside = DeviceModels().on(cluster_of((10.0, [kind]), (10.0, ["T4"])))
+    alone = beside.alone().op_seconds(graph, device_type(kind), 64)
+    assert alone.sum() <= beside.op_seconds(graph, device_type(kind), 64).sum()

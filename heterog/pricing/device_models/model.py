@@ -76,7 +76,7 @@ class DeviceModels(Roofline):
         tf32: Which float32 products use TF32 if the hardware has it.
         host_s: Seconds that the host takes to issue a kernel. The host runs ahead of the device
             during long kernels; if kernels are shorter than this on average, the device waits.
-        per_member: Share that a member of a team adds to ``host_s``; see ``Host.per_member``.
+        per_member: Share that a member of a team adds to ``host_s``; see ``HostSeconds``.
         in_training: Factors of types from the user's own runs, by name.
         name: Name shown with every prediction.
     """
@@ -134,7 +134,7 @@ class DeviceModels(Roofline):
         return np.maximum(seconds, issue_s * of_kernels + self.host.graph_s * of_graphs)
 
     def in_teams(self, members: int) -> "DeviceModels":
-        """These models with a host that takes longer to issue; see ``Host.per_member``."""
+        """These models with a host that takes longer to issue; see ``HostSeconds.per_member``."""
         found = copy(self)
         longer = 1.0 + self.host.per_member * members
         found.host = replace(self.host, issue_s=self.host.issue_s * longer)

@@ -259,10 +259,18 @@ def in_training_of(type_name: str, *, is_alone: bool = False) -> InTraining:
 
     Args:
         type_name: Name of the device type.
-        is_alone: Whether the run uses one GPU; some types have other factors then.
+        is_alone: Whether the run uses one GPU; some types have other factors then. What other
+            types took is no reason to take longer than this one took beside exchanges.
     """
     found = _of_type(_tables().in_training, type_name)
-    return _of_type({ANY_TYPE: found, **_tables().alone}, type_name) if is_alone else found
+    if not is_alone:
+        return found
+    alone = _of_type({ANY_TYPE: found, **_tables().alone}, type_name)
+    if alone.measured_on != ANY_TYPE or found.measured_on == ANY_TYPE:
+        return alone
+    factors = {name: getattr(found, name) for name in ("products", "fused_attention", "streams")}
+    least = {name: min(factor, getattr(alone, name)) for name, factor in factors.items()}
+    return replace(alone, **least)
 
 
 @lru_cache(maxsize=256)

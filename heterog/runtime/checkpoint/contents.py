@@ -277,7 +277,8 @@ def states_from_json(record: Mapping[str, Any]) -> dict[str, SavedOptimizer]:
 
 def elements(value: torch.Tensor) -> memoryview:
     """The bytes of a tensor's elements, in the memory of this host."""
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:

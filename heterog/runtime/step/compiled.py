@@ -203,4 +203,12 @@ def _plain_sum(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
     return NotImplemented if alpha == 1 else value + other * alpha
 
 
-_PLAIN_SUMS = {torch.ops.aten.add.Tensor: _plain_sum}
+def _plain_sum_in_place(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
+    """``_plain_sum`` into the first value."""
+    return NotImplemented if alpha == 1 else value.add_(other * alpha)
+
+
+_PLAIN_SUMS = {
+    torch.ops.aten.add.Tensor: _plain_sum,
+    torch.ops.aten.add_.Tensor: _plain_sum_in_place,
+}
