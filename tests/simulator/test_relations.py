@@ -186,7 +186,7 @@ def test_a_step_on_one_device_is_the_same_in_every_cluster(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["A100-40GB", "A100-80GB"])
 def test_no_step_takes_longer_because_its_device_is_alone(kind: str) -> None:
     """Types that were measured beside exchanges only; alone they have factors of other types."""
-    graph = linear_chain(batch_size=64, width=512)
+    graph = linear_chain(batch_size=64, width=4096)
     tensors = tuple(replace(tensor, dtype="bfloat16") for tensor in graph.tensors)
     graph = replace(graph, tensors=tensors)
     beside = DeviceModels().on(cluster_of((10.0, [kind]), (10.0, ["T4"])))
