@@ -30,7 +30,7 @@ from heterog.methods.planner import Budget, Problem, Progress, Spending
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.registry import built_in_methods
 from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
-from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.calibration import model_on
 from heterog.search.stability import TUNED_UNIFORM
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -134,9 +134,8 @@ def _value(
     change: ChangedCluster,
     evaluations: int,
 ) -> Change:
-    model = evaluator.cost_model
-    if isinstance(model, DeviceModels):  # it knows whether it is on one device only
-        model = model.on(change.cluster)
+    # A model knows whether it is on one device only.
+    model = model_on(evaluator.cost_model, change.cluster)
     changed = Evaluator(evaluator.graph, change.cluster, model)
     changed.poll = evaluator.poll
     own = [moved(strategy, change.cluster)]

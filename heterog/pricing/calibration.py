@@ -434,8 +434,12 @@ def cost_model_of(cluster: Cluster) -> CostModel:
         return DeviceModels(cluster.execution).on(cluster)
     if cluster.calibration == ROOFLINE:
         return Roofline()
-    found = _load_once(cluster.calibration)
-    return found.on(cluster) if isinstance(found, DeviceModels) else found
+    return model_on(_load_once(cluster.calibration), cluster)
+
+
+def model_on(model: CostModel, cluster: Cluster) -> CostModel:
+    """A cost model on a cluster; device models take from it what uses TF32, for example."""
+    return model.on(cluster) if isinstance(model, DeviceModels) else model
 
 
 @lru_cache(maxsize=8)

@@ -414,8 +414,8 @@ class PriceTable:
 
     Attributes:
         types: Device type of each device.  # [num_devices]
-        models: The cluster's device types and, if they are faster so, each of them alone: as the
-            only device of a strategy.
+        models: The cluster's device types and, if the cost model differs for these, each of them
+            alone: as the only device of a strategy.
         pricer: Prices of single channels.
         group_seconds: Seconds of (each group's forward ops, all its ops) by device type and
             samples.  # [2, num_types, samples, num_groups]
@@ -446,11 +446,8 @@ class PriceTable:
                 setattr(self, name, getattr(beside, name))
             return
         updates, alone = [op for op, _, _ in graph.updates], cost_model.alone()
-        self.models = [
-            (kind, model)
-            for model in (cost_model, *[alone] * (alone != cost_model))
-            for kind in cluster.device_types
-        ]
+        both = [cost_model] if alone is cost_model else [cost_model, alone]
+        self.models = [(kind, model) for model in both for kind in cluster.device_types]
         full = [model.op_seconds(graph, kind, graph.batch_size) for kind, model in self.models]
         self._update_seconds = np.array([row[updates] for row in full])
         copies = [model.copy_seconds(kind) for kind, model in self.models]

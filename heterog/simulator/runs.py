@@ -54,7 +54,6 @@ class Folded(NamedTuple):
     choice: Choice
     fold: Fold
     tape: Tape
-    types: IntArray  # of each column's device  # [num_columns]
     channels: ChannelPrices  # in the numbering of the folded choice
 
 
@@ -71,7 +70,6 @@ class Folding:
         self._cluster = cluster
         self._pricer = pricer
         self._table = table
-        self._types = np.array(cluster.type_index, np.int32)
         self._tape: Tape | None = None
         self._scratch: dict[tuple[int, int], Scratch] = {}
         self._prices: dict[bytes, ChannelPrices | None] = {}
@@ -108,7 +106,7 @@ class Folding:
             self._tape = tape = lower_to_tape(tables, folded, self._scratch[key], tape)
             channels = None if tape.counts[APART] else self._price(tape, fold, numbers)
             if channels is not None:
-                return Folded(folded, fold, tape, self._types[fold.columns], channels)
+                return Folded(folded, fold, tape, channels)
             if len(self._fails) >= _MOST_FAILS:
                 self._fails.clear()
             self._fails.add(same)

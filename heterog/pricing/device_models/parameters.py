@@ -268,9 +268,12 @@ def in_training_of(type_name: str, *, is_alone: bool = False) -> InTraining:
     alone = _of_type({ANY_TYPE: found, **_tables().alone}, type_name)
     if alone.measured_on != ANY_TYPE or found.measured_on == ANY_TYPE:
         return alone
-    factors = {name: getattr(found, name) for name in ("products", "fused_attention", "streams")}
-    least = {name: min(factor, getattr(alone, name)) for name, factor in factors.items()}
-    return replace(alone, **least)
+    return replace(
+        alone,
+        products=min(found.products, alone.products),
+        fused_attention=min(found.fused_attention, alone.fused_attention),
+        streams=min(found.streams, alone.streams),
+    )
 
 
 @lru_cache(maxsize=256)
