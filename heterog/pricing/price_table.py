@@ -539,12 +539,13 @@ class PriceTable:
             shares: Samples of each device.  # [rows, num_micro, num_devices]
             types: Row of ``models`` for each device.
         """
-        if self._is_priced[types, shares].all():
+        is_new = ~self._is_priced[types, shares]
+        if not is_new.any():
             return
         kinds = np.broadcast_to(types, shares.shape)
-        for kind, samples in np.unique(np.stack([kinds, shares], -1).reshape(-1, 2), axis=0):
-            if not self._is_priced[kind, samples]:
-                self._price(int(kind), int(samples))
+        new = zip(kinds[is_new].tolist(), shares[is_new].tolist(), strict=True)
+        for kind, samples in dict.fromkeys(new):
+            self._price(kind, samples)
 
     @property
     def num_resources(self) -> int:

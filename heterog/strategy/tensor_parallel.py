@@ -65,15 +65,19 @@ def shardings(
     """
     region = ops_of_groups(graph, groups)
     followed = Region(graph, region)
-    # The number of heads is a dimension of a view of a product: (batch, heads, sequence, width of
-    # a head). Images have four dimensions too, but not through views.
-    apart = {
-        size
+    # The number of heads is a dimension that a view of a product adds: (batch, heads, sequence,
+    # width of a head). Images have four dimensions too, but their views add none.
+    shapes = [
+        (graph.tensors[graph.ops[op].inputs[0]].shape, graph.tensors[tensor].shape)
         for op in region
         if graph.is_view[op]
         for tensor in graph.outputs[op]
-        if len(graph.tensors[tensor].shape) > 3
-        for size in graph.tensors[tensor].shape
+    ]
+    apart = {
+        size
+        for before, after in shapes
+        if len(after) > 3 and len(after) > len(before)
+        for size in after
     }
     found: dict[tuple[int, ...], Sharding] = {}
     for parameter in _weights(graph, region):
