@@ -43,6 +43,9 @@ NUM_RETURNED = 4  # strategies of an answer
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 6  # best rows whose settings are varied
 MICRO_BATCHES = (2, 4, 8, 16)  # numbers tried for each varied row
+NUM_MADE_FIT = 2  # best rows that get ever more micro-batches if nothing fits
+MOST_MICRO_BATCHES = 64
+"""Most micro-batches that these rows get."""
 MOST_TASKS = 1_200_000
 """Most tasks simulated at the op level for a table, up to one and a half seconds of work."""
 NUM_FINISHED = 4
@@ -130,7 +133,8 @@ class Scorer:
 
     def begin(self, problem: Problem, spent: int) -> None:
         """Begin to score rows under a budget, of which ``spent`` evaluations are spent already."""
-        self._problem, self._num_tasks, self._most_tasks = problem, 0, MOST_TASKS
+        self._problem, self._num_tasks = problem, 0
+        self._most_tasks: float = MOST_TASKS
         self._most_evaluations = math.inf
         if problem.budget.evaluations is not None:
             left = max(problem.budget.evaluations - spent, 1)
@@ -154,6 +158,8 @@ class Scorer:
                 self.score(self.pair.groups(row), whole)
         for row, whole in self.best_rows(NUM_VARIED):
             self.vary(row, whole)
+        if self.score(*self.best(1)[0])[0] > 0.0:
+            self._make_fit()
         self._most_tasks = self._num_tasks + MOST_FINISHED_TASKS
         for row, whole in self._worth_finishing():
             self.finish(row, whole)
@@ -333,6 +339,30 @@ class Scorer:
         """A key that is equal for rows that differ only by an exchange of hosts of one kind."""
         starts = np.flatnonzero(np.diff(row, prepend=-1))
         return (*starts.tolist(), *kind_of(self.pair, row[starts]))
+
+    def _make_fit(self) -> None:
+        """Try ever more micro-batches of the best rows until one fits, however long that takes."""
+        self._most_tasks = math.inf
+        for row, whole in self.best_rows(NUM_MADE_FIT):
+            for num_micro in self._fewest(whole.num_micro, self.score(row, whole)):
+                for recompute in {whole.recompute, 1.0}:
+                    other = replace(whole, num_micro=num_micro, recompute=recompute)
+                    if self.score(row, other)[0] == 0.0:
+                        return
+
+    def _fewest(self, num_micro: int, found: Preference) -> list[int]:
+        """Numbers of micro-batches with which a row may fit, ascending.
+
+        A device holds at least ``1 / k`` of what it holds with ``1 / k`` of the micro-batches.
+
+        Args:
+            num_micro: Number of micro-batches that the row was scored with.
+            found: Its score.
+        """
+        least = num_micro * (1.0 + found[0] / self.pair.memory.usable_bytes.max())
+        most = min(MOST_MICRO_BATCHES, self.pair.graph.batch_size)
+        numbers = (num_micro << power for power in range(1, MOST_MICRO_BATCHES.bit_length()))
+        return [number for number in numbers if least <= number <= most]
 
     def _worth_finishing(self) -> list[tuple[IntArray, StepSettings]]:
         """The best pipelined rows within ``MOST_BEHIND`` of the best row.

@@ -20,6 +20,7 @@ from heterog.agents.checkpoint import (
 )
 from heterog.agents.config import PolicyConfig
 from heterog.agents.finetune import FineTuned
+from heterog.agents.op_level import FILLED
 from heterog.agents.planners import Agent, AgentSearch, ask, default_methods
 from heterog.agents.policy import Policy, draw, rule_of_thumb, score_pairs
 from heterog.agents.proposals import rescore
@@ -156,6 +157,25 @@ def test_no_more_is_recomputed_than_it_takes_to_fit() -> None:
             parts[found.step_time_s] = sum(again) / len(again)
     assert 0.0 < parts[min(parts)] < 1.0
     assert min(parts) < full.step_time_s
+
+
+def test_where_nothing_fits_there_are_ever_more_micro_batches() -> None:
+    """At most 16 were tried, and a plan that cannot run was the answer."""
+    graph = wide_graph()
+    roomy, evaluator = Pair(graph, mixed_cluster()), Evaluator(graph, mixed_cluster())
+    alone = Decision(devices=(0,), shares=(graph.batch_size,))
+    again = uniform_strategy(evaluator, replace(alone, recompute=True))
+    peaks = [
+        evaluator.evaluate(replace(again, micro_batches=roomy.space.micro_batches(count)))
+        for count in (16, 64)
+    ]
+    too_many, few = (found.peak_memory_bytes[0] / FILLED for found in peaks)
+    pair = Pair(graph, mixed_cluster(memory_gib=(0.4 * too_many + 0.6 * few) / 2**30))
+    row = np.full((1, pair.num_blocks), pair.table.index(alone), np.int32)
+    tight = Problem(evaluator=Evaluator(graph, pair.cluster), budget=Budget.parse("400e"))
+    best = rescore(tight, pair, row, spent=1)[0][0].strategy
+    assert tight.evaluator.evaluate(best).outcome == Outcome.OK
+    assert best.num_micro_batches > 16
 
 
 def wide_graph() -> OpGraph:
