@@ -19,7 +19,7 @@ devices has work (to send a sum that all of them have), the column does this wor
 the first of its class. So no time or memory is left out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -98,7 +98,26 @@ class Fold:
         return np.bincount(active, minlength=len(self.columns)).astype(np.int32)
 
 
-def folds(choice: Choice, cluster: Cluster, *, minds_position: bool = False) -> Iterator[Fold]:
+def hardware_of(cluster: Cluster) -> IntArray:
+    """Class of each device: one type and as much memory, on hosts alike.  # [num_devices]"""
+    of_host = [
+        (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s, host.collectives)
+        for host in cluster.hosts
+    ]
+    host_class = _twins(of_host).tolist()
+    return _twins(
+        [
+            (kind, device.usable_memory_bytes, host_class[host])
+            for kind, device, host in zip(
+                cluster.type_index, cluster.devices, cluster.host_of, strict=True
+            )
+        ]
+    )
+
+
+def folds(
+    choice: Choice, cluster: Cluster, hardware: IntArray, *, minds_position: bool = False
+) -> Iterator[Fold]:
     """Find the folds of a choice: of lanes and positions together, then of fewer of them.
 
     There are none if no two devices do the same, or if parameters have homes.
@@ -106,18 +125,19 @@ def folds(choice: Choice, cluster: Cluster, *, minds_position: bool = False) -> 
     Args:
         choice: The strategy.
         cluster: The devices.
+        hardware: Their classes; see ``hardware_of``.
         minds_position: Whether members of a team do different work even with equal numbers of
             units.
     """
     grids = _grids(choice)
     if not grids or (choice.home >= 0).any():
         return
-    says = _Signatures(choice, cluster, grids)
+    says = _Signatures(choice, cluster, hardware, grids)
     num_lanes, num_positions = len(grids[0]), max(grid.shape[1] for grid in grids)
-    lanes = _twins([says.of_lane(lane) for lane in range(num_lanes)])
+    lanes = says.twins_of_lanes()
     positions = np.arange(num_positions, dtype=np.int32)
     if says.have_the_same_positions and not minds_position:
-        positions = _twins([says.of_position(position) for position in range(num_positions)])
+        positions = says.twins_of_positions()
     seen = {num_lanes * num_positions}
     for lane_twin, position_twin in _pairs(says, lanes, positions):
         size = len(set(lane_twin)) * len(set(position_twin))
@@ -229,8 +249,10 @@ class _Signatures:
     They contain numbers of samples and units, but not which samples and units.
     """
 
-    def __init__(self, choice: Choice, cluster: Cluster, grids: Sequence[IntArray]) -> None:
-        self._choice = choice
+    def __init__(
+        self, choice: Choice, cluster: Cluster, hardware: IntArray, grids: Sequence[IntArray]
+    ) -> None:
+        self._choice, self._hardware = choice, hardware
         self._cluster = cluster
         self._grids = grids
         self._host = np.array(cluster.host_of)
@@ -243,16 +265,17 @@ class _Signatures:
             and int(sizes.max(initial=1)) == grids[0].shape[1]
         )
 
-    def of_lane(self, lane: int) -> tuple[object, ...]:
-        """Signature of a lane: classes of its devices, and which of them share a host."""
-        return self._first_there[lane].tobytes(), self._class[self._lanes[lane]].tobytes()
+    def twins_of_lanes(self) -> IntArray:
+        """First twin of each lane, by classes of its devices and which of them share a host."""
+        return _equal_rows(self._first_there(), self._class[self._lanes])
 
-    def of_position(self, position: int) -> tuple[object, ...]:
-        """Signature of a position: classes of its members, and team members on their hosts."""
-        devices = np.stack(self._grids)[..., position].ravel()
-        return self._beside[..., position].tobytes(), self._class[devices].tobytes()
+    def twins_of_positions(self) -> IntArray:
+        """First twin of each position, by classes and by team members on the same hosts."""
+        devices = np.concatenate(self._grids).T  # [num_positions, members]
+        host = self._host[devices]
+        beside = (host == host[:, None]).sum(axis=0, dtype=np.int32)
+        return _equal_rows(beside, self._class[devices])
 
-    @cached_property
     def _first_there(self) -> IntArray:
         """For each device of a lane, the place of the lane's first device on the same host.
 
@@ -262,13 +285,6 @@ class _Signatures:
         hosts = self._host[self._lanes] + self._cluster.num_hosts * np.arange(num_lanes)[:, None]
         _, first, number = np.unique(hosts, return_index=True, return_inverse=True)
         found: IntArray = (first[number] % size).reshape(num_lanes, size).astype(np.int32)
-        return found
-
-    @cached_property
-    def _beside(self) -> IntArray:
-        """Team members on each device's host.  # [num_grids, num_lanes, num_positions]"""
-        host = self._host[np.stack(self._grids)]
-        found: IntArray = (host[..., :, None] == host[..., None, :]).sum(axis=-1, dtype=np.int32)
         return found
 
     def rank(self, lanes: IntArray, lane: int) -> tuple[int, ...]:
@@ -293,20 +309,7 @@ class _Signatures:
     @cached_property
     def _class(self) -> IntArray:
         """Class of each device: equal hardware that the choice treats equally.  # [num_devices]"""
-        cluster, said = self._cluster, self._said
-        of_host = [
-            (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s, host.collectives)
-            for host in cluster.hosts
-        ]
-        host_class = _twins(of_host).tolist()
-        return _twins(
-            [
-                (kind, device.usable_memory_bytes, host_class[host], row.tobytes())
-                for kind, device, host, row in zip(
-                    cluster.type_index, cluster.devices, cluster.host_of, said, strict=True
-                )
-            ]
-        )
+        return _equal_rows(self._hardware, self._said)
 
     @cached_property
     def _said(self) -> npt.NDArray[np.uint8]:
@@ -339,12 +342,19 @@ def _parts_added(rings: Rings) -> FloatArray:
     return found
 
 
-def _twins(signatures: Sequence[tuple[object, ...]]) -> IntArray:
+def _twins(signatures: Sequence[Hashable]) -> IntArray:
     """Index of the first signature equal to each.  # [len(signatures)]"""
-    first: dict[tuple[object, ...], int] = {}
+    first: dict[Hashable, int] = {}
     return np.array(
         [first.setdefault(each, place) for place, each in enumerate(signatures)], np.int32
     )
+
+
+def _equal_rows(*columns: npt.NDArray[np.generic]) -> IntArray:
+    """Index of the first row equal to each, in all of some arrays.  # [num_rows]"""
+    rows = [np.ascontiguousarray(each).reshape(len(each), -1) for each in columns]
+    joined = np.concatenate([row.view(np.uint8) for row in rows], axis=1)
+    return _twins(joined.view(np.dtype((np.void, joined.shape[1]))).ravel().tolist())
 
 
 def _fold(

@@ -28,7 +28,7 @@ from heterog.lowering import (
     stepping_bytes,
 )
 from heterog.lowering.channels import Channel, ChannelTable
-from heterog.lowering.folding import Fold, channels_named, fold_choice, folds
+from heterog.lowering.folding import Fold, channels_named, fold_choice, folds, hardware_of
 from heterog.lowering.program import FloatArray, IntArray, Program
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.lowering.tape import APART, NUM_TASKS, Scratch, Tape, make_tape, mark_channels
@@ -67,7 +67,7 @@ class Folding:
     """
 
     def __init__(self, cluster: Cluster, pricer: ChannelPricer, table: ChannelTable) -> None:
-        self._cluster = cluster
+        self._cluster, self._hardware = cluster, hardware_of(cluster)
         self._pricer = pricer
         self._table = table
         self._tape: Tape | None = None
@@ -89,7 +89,8 @@ class Folding:
         """
         if self._cluster.sends == Sends.BLOCKING:  # waiting is tracked by device, not by column
             return None
-        for fold in folds(choice, self._cluster, minds_position=minds_position):
+        found = folds(choice, self._cluster, self._hardware, minds_position=minds_position)
+        for fold in found:
             same = _bytes_of(fold.columns, fold.column_of, *channels_named(choice))
             if same in self._fails:
                 continue

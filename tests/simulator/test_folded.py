@@ -17,7 +17,7 @@ from heterog.errors import HeterogError, StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering import Choice
-from heterog.lowering.folding import fold_choice, folds
+from heterog.lowering.folding import fold_choice, folds, hardware_of
 from heterog.methods.teams import rules_of_model
 from heterog.pricing.price_table import ChannelPricer
 from heterog.simulator.engine import Order
@@ -270,7 +270,7 @@ def test_whatever_a_choice_says_of_devices_is_folded() -> None:
     capped = PipelineSchedule(in_flight=((1,),) * 11, splits_backward=True)
     strategy = strategy_of(GRAPH, cluster, decision, micro_batches=((16, 16), *[(0, 0)] * 10))
     choice = evaluator.encode(replace(strategy, schedule=capped))
-    fold = next(folds(choice, cluster))
+    fold = next(folds(choice, cluster, hardware_of(cluster)))
     assert len(fold.columns) == 3  # 2 and 1, 1 and 2, 1 and 1 samples
     of_devices = {name for name, array in arrays(choice, "choice") if 11 in array.shape}
     assert len(of_devices) > 15
