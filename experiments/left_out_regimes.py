@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fits.boosting import Settings, fit_boosted
-from numpy.typing import NDArray
+from fits.boosting import Floats, Settings, fit_boosted
 from published.models import Model
 from published_runs import by_capture, case_of, few_layer_terms
 from rows import asked_of, csv_rows, finish, option, progress
@@ -47,8 +46,6 @@ from heterog.pricing.device_models.parameters import host_of, in_training_of
 from heterog.strategy.layouts.layout import parse_layout
 
 Row = dict[str, str]
-Floats = NDArray[np.float64]
-
 REGIMES: dict[str, Callable[[Row], bool]] = {
     "tensor parallelism of 4 and 8": lambda row: int(row["tensor parallelism"]) >= 4,
     "hidden 2048": lambda row: int(row["hidden size"]) == 2048,

@@ -12,9 +12,6 @@ Megatron-DeepSpeed on A100. The times of its host were fitted to rows of ``fit``
 ``mpt_fsdp.csv`` (mosaicml/llm-foundry, Apache-2): MPT with FSDP on A100 and H100;
     ``published/mpt.py`` says what is assumed. Factors on 16-bit kernels were fitted to rows of
     ``fit`` on 8 GPUs.
-``*.csv`` and ``*.csv.gz`` with the columns of ``published/nanotron.py`` (Ultra-Scale Playbook,
-    Apache-2): Llama-like models with nanotron on H100, by layout. Pairs are of layouts on as many
-    GPUs, at least 3 % apart.
 ``sailor_*.json`` (eth-easl/sailor, MIT): OPT and GPT-Neo with Megatron-DeepSpeed. Nothing is
 fitted to them; a second family is fitted to the runs of one and two nodes, and has the others.
 
@@ -47,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 import published.mpt as mpt
-import published.nanotron as nanotron
 import torch
 import transformers
 from published.hosts import alike_hosts, in_tf32
@@ -57,7 +53,7 @@ from rows import asked_of, csv_rows, finish, option, progress
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.topology import Execution
-from heterog.fidelity.comparison import Compared, family_errors, ordered_pairs
+from heterog.fidelity.comparison import Compared, family_errors
 from heterog.fidelity.run_fit import Case, fit_runs, largest_peak
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -349,22 +345,10 @@ tensors."""
 # --- all -----------------------------------------------------------------------------------------
 
 
-def by_formula(run: Compared) -> float:
-    """Seconds of a step up to a factor, from how often a device runs a layer.
-
-    T ~ (micro-batches + stages - 1) / stages.
-    """
-    said = dict(part.split("=") for part in run.name.split(" ")[-1].split(",") if "=" in part)
-    batch = int(run.name.split(" batch ")[1].split(" ")[0])
-    stages, replicas = int(said["pp"]), int(said["dp"])
-    micro = batch / replicas / int(said.get("micro_batch", batch / replicas))
-    return (micro + stages - 1.0) / stages
-
-
 def sources(
     data: Path, split: str, every: int, *, few_layers: bool = False
 ) -> Iterable[tuple[tuple[str, ...], Iterable[Compared]]]:
-    """How families begin, and the runs, of each file that is there, but those of nanotron."""
+    """How families begin, and the runs, of each file that is there."""
     if (path := data / "training_steps_one_gpu.csv").is_file():
         yield ("one GPU", "four GPUs"), one_gpu(path)
     if (path := data / "mpt_fsdp.csv").is_file():
@@ -383,31 +367,15 @@ def main() -> None:
         __doc__,
         option("--data", type=Path, required=True),
         option("--split", default="test", help="of the files that have splits"),
-        option(
-            "--every", type=int, default=1, help="one of so many of vTrain's and nanotron's rows"
-        ),
+        option("--every", type=int, default=1, help="one of so many of vTrain's rows"),
         option(
             "--few-layers",
             action="store_true",
             help="vTrain's rows on one node by two models with fewer layers, in a straight line",
         ),
-        option(
-            "--calibrate",
-            action="store_true",
-            help="nanotron's rows also after a fit to five of 1B on two hosts",
-        ),
         option("--only", default="", help="families that begin so"),
     )
     families: dict[str, list[Compared]] = defaultdict(list)
-    of_nanotron: dict[str, list[nanotron.Swept]] = defaultdict(list)
-    for path in nanotron.sweeps(arguments.data):
-        if not "ultrascale".startswith(arguments.only[:10]):
-            continue
-        for models in (None, nanotron.calibrated(path)) if arguments.calibrate else (None,):
-            for each in nanotron.swept(path, arguments.split, arguments.every, models):
-                after = "" if models is None else " after five runs"
-                of_nanotron[each.row.model + after].append(each)
-                progress(each.words())
     only = arguments.only
     for begin, source in sources(
         arguments.data, arguments.split, arguments.every, few_layers=arguments.few_layers
@@ -425,20 +393,9 @@ def main() -> None:
     for name, runs in (("one GPU", one), ("one GPU, sound rows", sound), ("all", every)):
         if runs:
             found.append(family_errors(name, runs))
-    for _, members in sorted(of_nanotron.items()):
-        found += nanotron.swept_errors(members)
-    of_vtrain = [run for run in every if run.family.startswith("vTrain")]
     document = {
         "families": [asdict(each) for each in found],
-        "pairs_of_vtrain_by_formula": asdict(ordered_pairs(of_vtrain, by_formula)),
-        "told": [nanotron.told(members) for members in of_nanotron.values()],
-        "runs": [asdict(run) for run in every]
-        + [
-            asdict(each.compared) | {"is_host_bound": each.row.is_host_bound}
-            for members in of_nanotron.values()
-            for each in members
-            if each.compared is not None
-        ],
+        "runs": [asdict(run) for run in every],
     }
     finish(arguments, document)
 

@@ -111,7 +111,7 @@ ROOMS = {
 VENDOR_WORDS = re.compile(r"cuda|nccl|xccl|rocm|\bhip|\bxpu\b", re.IGNORECASE)
 VENDOR_ROOMS = {
     "runtime/accelerators.py": "the table of accelerators itself",
-    "export/ranks.py": "the torch device that exported scripts of other launchers read",
+    "export/folder.py": "the torch device that exported scripts of other launchers read",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heterog.graph.workload import Workload
-
-Batch = tuple[Tensor, ...] | dict[str, Tensor]
+from heterog.graph.workload import Batch, Workload
 
 BATCH = 8
 """Samples of the global batch: uneven over three ranks, divisible by two micro-batches."""

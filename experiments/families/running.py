@@ -83,9 +83,7 @@ def train_on_one_device(
     model = workload.make_model()
     if is_double:
         model = model.double()
-    trained: Any = [value for value in model.parameters() if value.requires_grad]
-    if workload.parameter_groups is not None:
-        trained = workload.parameter_groups(model)
+    trained = [value for value in model.parameters() if value.requires_grad]
     optimizer = workload.optimizer(trained, **dict(workload.optimizer_options))
     groups = local_groups(part)
     buffers = [{k: v.clone() for k, v in model.named_buffers()} for _ in range(3)]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from heterog.balance.dealing import epoch_order
+from heterog.balance.shares import epoch_order
 
 SHARES = (14, 2)
 BATCH = sum(SHARES)

@@ -8,8 +8,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from heterog.balance.dealing import SampleBatches
 from heterog.balance.for_trainer import BalancedTrainer
+from heterog.balance.shares import SampleBatches
 from loops.cases import (
     BATCH,
     NUM_BATCHES,

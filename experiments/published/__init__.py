@@ -1,5 +1,5 @@
 """Training runs that others published, as models, clusters and strategies of heterog.
 
-``models`` are captured, never run. ``runs`` reads vTrain's and Sailor's files, ``mpt`` MosaicML's,
-``nanotron`` the sweep of thousands of H100; ``hosts`` makes their clusters.
+``models`` are captured, never run. ``runs`` reads vTrain's and Sailor's files, ``mpt`` MosaicML's;
+``hosts`` makes their clusters.
 """

@@ -4,8 +4,8 @@
 
 - ``balancer`` is for loops of PyTorch; ``for_trainer``, ``for_accelerate`` and ``for_lightning``
   are for frameworks; ``elastic`` lets ranks train alone and merges their models.
-- ``shares`` has the first and the best shares, and cuts a rank's batch into parts; ``dealing``,
-  ``sampler``, ``tokens`` and ``streams`` deal the samples.
+- ``shares`` has the first and the best shares, and cuts a global batch among the ranks and a
+  rank's batch into parts; ``sampler``, ``tokens`` and ``streams`` deal the samples.
 - ``weights`` make the update that of one process. ``updates`` finds where updates and steps end,
   ``replicas`` finds ranks with other weights or other samples, ``passes`` losses that are not
   weighed and models that are not updated, ``leaving`` a rank that has left its loop alone;
@@ -20,10 +20,17 @@
 """
 
 from heterog.balance.balancer import Balancer
-from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
 from heterog.balance.elastic import ElasticAveraging
 from heterog.balance.sampler import BalancedLoader, ShareSampler
-from heterog.balance.shares import BalanceError, RankSpeed, best_shares, shares_from_speeds
+from heterog.balance.shares import (
+    BalanceError,
+    Deal,
+    GlobalBatches,
+    RankSpeed,
+    SampleBatches,
+    best_shares,
+    shares_from_speeds,
+)
 from heterog.balance.tokens import TokenBatches
 
 __all__ = [

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from heterog.balance.batch_norms import BatchNorms
-from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches, without_singles
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts, check_mean_over_samples
 from heterog.balance.leaving import Leaving
@@ -27,6 +26,9 @@ from heterog.balance.replicas import ReplicaCheck, SameDeals, check_data_paralle
 from heterog.balance.sampler import BalancedLoader, Follower, ShareSampler, check_data
 from heterog.balance.shares import (
     BalanceError,
+    Deal,
+    GlobalBatches,
+    SampleBatches,
     check_shares,
     cut_batch,
     first_shares,
@@ -34,6 +36,7 @@ from heterog.balance.shares import (
     gradients_stay_local,
     num_parts,
     scaled_shares,
+    without_singles,
 )
 from heterog.balance.speeds import StepClock, watch_waits
 from heterog.balance.streams import StreamBatches, check_stream

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from heterog.balance.dealing import epoch_order
 from heterog.balance.group import RankGroup
 from heterog.balance.rebalancing import ScalarWriter
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, epoch_order
 from heterog.balance.speeds import SpeedEstimate, StepClock
 from heterog.balance.weights import by_type, take_over
 from heterog.errors import experimental

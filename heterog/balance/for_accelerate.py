@@ -23,9 +23,8 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor
 
 from heterog.balance.balancer import Balancer
-from heterog.balance.dealing import Deal
 from heterog.balance.sampler import BalancedLoader, ShareSampler
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, Deal
 
 
 class AcceleratedLoader(BalancedLoader):

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from heterog.balance.balancer import Balancer
-from heterog.balance.dealing import length_of
 from heterog.balance.sampler import BalancedLoader
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, length_of
 
 
 class BalancedData:

@@ -29,12 +29,11 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 from transformers.trainer_utils import seed_worker
 
 from heterog.balance.balancer import Balancer
-from heterog.balance.dealing import Deal, GlobalBatches, IndexArray, SampleBatches
 from heterog.balance.label_means import MeanCounts
 from heterog.balance.loss_means import LossMean
 from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure, undisturbed
 from heterog.balance.sampler import BalancedLoader, Follower
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, Deal, GlobalBatches, IndexArray, SampleBatches
 from heterog.balance.streams import StreamBatches, check_stream
 from heterog.balance.tokens import TokenBatches
 from heterog.errors import HeterogWarning

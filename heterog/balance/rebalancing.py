@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from heterog.balance.dealing import Deal
 from heterog.balance.group import RankGroup
 from heterog.balance.sampler import ShareSampler
-from heterog.balance.shares import best_shares, step_s
+from heterog.balance.shares import Deal, best_shares, step_s
 from heterog.balance.speeds import SpeedEstimate, StepClock
 
 DEAD_BAND = 0.03

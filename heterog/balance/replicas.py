@@ -19,10 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from heterog.balance.dealing import Deal
 from heterog.balance.group import RankGroup
 from heterog.balance.sampler import ShareSampler
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, Deal
 from heterog.balance.streams import fingerprint
 from heterog.errors import HeterogWarning, OwnSamplesWarning
 from heterog.runtime.step.alike import Drift, Replicas, compared_after, drift

@@ -10,8 +10,16 @@ from typing import Any, ClassVar
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from heterog.balance.dealing import Deal, GlobalBatches, IndexArray, length_of, without_singles
-from heterog.balance.shares import BalanceError, check_shares, scaled_shares
+from heterog.balance.shares import (
+    BalanceError,
+    Deal,
+    GlobalBatches,
+    IndexArray,
+    check_shares,
+    length_of,
+    scaled_shares,
+    without_singles,
+)
 from heterog.balance.streams import StreamBatches
 from heterog.strategy.division import split_evenly
 

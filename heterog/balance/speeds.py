@@ -35,7 +35,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,10 +42,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from heterog.balance.group import keep_to_the_end
-from heterog.balance.shares import RankSpeed
+from heterog.balance.shares import FloatArray, RankSpeed
 from heterog.runtime.accelerators import is_accelerated, queue_mark, synchronize
-
-FloatArray = npt.NDArray[np.float64]
 
 REMEMBERED = 6
 """Number of windows whose slowest counts: a rank is found slow at once, but fast only after all of

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
-from heterog.balance.dealing import IndexArray, SampleBatches
 from heterog.balance.group import RankGroup
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, IndexArray, SampleBatches
 
 
 @runtime_checkable

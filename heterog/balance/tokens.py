@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from heterog.balance.dealing import FloatArray, IndexArray, epoch_order
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, FloatArray, IndexArray, epoch_order
 
 
 class TokenBatches:

@@ -22,10 +22,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from heterog.balance.dealing import Deal
 from heterog.balance.group import RankGroup
 from heterog.balance.sampler import ShareSampler
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, Deal
 from heterog.balance.weights import StepWeights
 from heterog.errors import HeterogWarning
 

@@ -8,8 +8,8 @@ Each target names the parts of the plan that it cannot express, or refuses the p
   hosts: heterog runs it there.
 - ``accelerate``, ``ddp``, ``deepspeed`` and ``torchtitan`` take ``uniform`` plans; the last three
   run without heterog. ``torchtitan`` also takes plans that are layouts.
-- ``folder`` writes the files and leaves idle devices out, ``stock`` makes the folders with a file
-  that a person fills in, ``ranks`` the table of ranks, their launch script and the README.
+- ``folder`` writes the files, among them the table of ranks and their launch script, and leaves
+  idle devices out; ``stock`` makes the folders with a file that a person fills in.
 """
 
 from collections.abc import Callable, Mapping, Sequence

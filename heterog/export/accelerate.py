@@ -3,8 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from heterog.export.folder import Export, ExportError, fill, on_used_devices
-from heterog.export.ranks import Target, by_host, launch_command, ranks_of
+from heterog.export.folder import (
+    Export,
+    ExportError,
+    Target,
+    by_host,
+    fill,
+    launch_command,
+    on_used_devices,
+    ranks_of,
+)
 from heterog.export.torchrun import runtime_folder
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.search.plan import Plan

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from heterog.export.folder import Export
-from heterog.export.ranks import Target, launch_command, launch_script, ranks_of
+from heterog.export.folder import Export, Target, launch_command, launch_script, ranks_of
 from heterog.export.stock import stock_folder
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.search.plan import Plan

@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from heterog.export.folder import Export, ExportError, fill
-from heterog.export.ranks import RankEntry, Target, by_host, ranks_of
+from heterog.export.folder import Export, ExportError, RankEntry, Target, by_host, fill, ranks_of
 from heterog.export.stock import stock_folder
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.names import first_of

@@ -10,8 +10,15 @@ from typing import Any
 import yaml
 
 from heterog import __version__
-from heterog.export.folder import Export, ExportError, on_used_devices
-from heterog.export.ranks import RankEntry, Target, by_host, ranks_of
+from heterog.export.folder import (
+    Export,
+    ExportError,
+    RankEntry,
+    Target,
+    by_host,
+    on_used_devices,
+    ranks_of,
+)
 from heterog.export.torchrun import runtime_folder
 from heterog.grouped import grouped
 from heterog.search.plan import Plan

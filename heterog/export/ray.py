@@ -5,9 +5,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from heterog.export.folder import Export, fill, on_used_devices
+from heterog.export.folder import (
+    Export,
+    RankEntry,
+    Target,
+    by_host,
+    fill,
+    on_used_devices,
+    ranks_of,
+)
 from heterog.export.kubernetes import dns_label
-from heterog.export.ranks import RankEntry, Target, by_host, ranks_of
 from heterog.export.torchrun import MODEL_FILE, runtime_folder
 from heterog.grouped import grouped
 from heterog.search.plan import Plan

@@ -4,9 +4,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from heterog.export.folder import Export, ExportError, fill, on_used_devices
+from heterog.export.folder import (
+    Export,
+    ExportError,
+    Target,
+    by_host,
+    fill,
+    on_used_devices,
+    ranks_of,
+)
 from heterog.export.kubernetes import dns_label
-from heterog.export.ranks import Target, by_host, ranks_of
 from heterog.export.torchrun import runtime_folder
 from heterog.search.plan import Plan
 

@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from heterog.cluster import Cluster
-from heterog.export.folder import Export, fill, on_used_devices
-from heterog.export.ranks import RankEntry, Target, by_host, ranks_of
+from heterog.export.folder import (
+    Export,
+    RankEntry,
+    Target,
+    by_host,
+    fill,
+    on_used_devices,
+    ranks_of,
+)
 from heterog.export.torchrun import runtime_folder
 from heterog.grouped import grouped
 from heterog.search.plan import Plan

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from heterog.export.folder import USER_FILE, Export, fill
-from heterog.export.ranks import RankEntry, Target, job_folder
+from heterog.export.folder import USER_FILE, Export, RankEntry, Target, fill, job_folder
 from heterog.export.torchrun import MODEL_FILE, user_file, workload_code
 from heterog.search.plan import Plan
 from heterog.user_code import trusted_source

@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterog.export.folder import USER_FILE, Export, fill, in_docstring, in_markdown
-from heterog.export.ranks import (
+from heterog.export.folder import (
+    USER_FILE,
+    Export,
     RankEntry,
     Target,
+    fill,
+    in_docstring,
+    in_markdown,
     job_folder,
     launch_command,
     launch_script,

@@ -13,13 +13,16 @@ from itertools import groupby, product
 from heterog.errors import HeterogError
 from heterog.explain.differences import Difference, differences
 from heterog.export.deepspeed import check_even, stage_of
-from heterog.export.folder import Export, ExportError, fill, on_used_devices
-from heterog.export.ranks import (
+from heterog.export.folder import (
+    Export,
+    ExportError,
     RankEntry,
     Target,
+    fill,
     job_folder,
     launch_command,
     launch_script,
+    on_used_devices,
     ranks_of,
 )
 from heterog.export.uniform import refuse_modes, uniform_micro_batches, uniform_remarks

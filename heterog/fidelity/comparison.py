@@ -26,7 +26,7 @@ Other columns are ignored. A model or cluster that all rows share may be given o
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -206,17 +206,11 @@ def in_words(errors: FamilyErrors) -> str:
     return text
 
 
-def ordered_pairs(
-    runs: Sequence[Compared],
-    predicted: Callable[[Compared], float] = lambda run: run.predicted_s,
-    *,
-    least_difference: float = _DIFFERENT,
-) -> Pairs:
-    """Pairs of alternatives, and how many of them a prediction orders rightly.
+def ordered_pairs(runs: Sequence[Compared], *, least_difference: float = _DIFFERENT) -> Pairs:
+    """Pairs of alternatives, and how many of them their predictions order rightly.
 
     Args:
         runs: The runs.
-        predicted: Their prediction.
         least_difference: Relative difference of measured seconds from which a pair counts.
 
     >>> one = Compared(family="", name="a", choice="x", measured_s=1.0, predicted_s=1.2)
@@ -230,7 +224,7 @@ def ordered_pairs(
             fast, slow = sorted((one, other), key=lambda run: run.measured_s)
             if slow.measured_s > (1.0 + least_difference) * fast.measured_s:
                 number += 1
-                ordered += predicted(fast) < predicted(slow)
+                ordered += fast.predicted_s < slow.predicted_s
     return Pairs(number=number, ordered=ordered)
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from heterog.errors import CaptureError
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    Batch = tuple[Tensor, ...] | dict[str, Tensor]
-    Loss = Callable[[Any, Any], Tensor]
-    Groups = Callable[[nn.Module], Iterable[Any]]
+Batch: TypeAlias = "tuple[Tensor, ...] | dict[str, Tensor]"
+Loss: TypeAlias = "Callable[[Any, Any], Tensor]"
+Groups: TypeAlias = "Callable[[nn.Module], Iterable[Any]]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,11 @@
 """Islands: teams that train alone, between averagings or beside an asynchronous server."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from heterog.errors import StrategyError
 from heterog.lowering.program import FIRST_LINK_KIND, Program
 from heterog.strategy.division import batch_shares
-
-if TYPE_CHECKING:
-    from heterog.strategy.strategy import Decision, Strategy
+from heterog.strategy.strategy import Decision, Strategy
 
 MOST_STEPS = 1_000_000
 """Most steps between two averagings, or ahead of others; more is a typing error."""

@@ -11,21 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.graph.sparse_product import gcn_product, mean_product
-from heterog.graph.workload import Workload
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from heterog.graph.workload import Batch
-    from heterog.zoo.registry import Builders
+from heterog.graph.workload import Batch, Workload
+from heterog.zoo.registry import Builders
 
 NUM_NODES = 8192
 NUM_FEATURES = 256

@@ -20,18 +20,15 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.errors import HeterogError
-from heterog.graph.workload import Workload
-
-if TYPE_CHECKING:
-    from heterog.graph.workload import Batch
-    from heterog.zoo.registry import Builders
+from heterog.graph.workload import Batch, Workload
+from heterog.zoo.registry import Builders
 
 
 def token_cross_entropy(output: Any, labels: Tensor) -> Tensor:

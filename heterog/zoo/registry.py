@@ -6,9 +6,11 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 from heterog.errors import HeterogError, InputFileError, named
+from heterog.graph.workload import Workload
 from heterog.user_code import (
     FAILURES,
     as_script,
@@ -17,11 +19,6 @@ from heterog.user_code import (
     split_source,
     where_it_failed,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from heterog.graph.workload import Workload
 
 
 class BatchSizeError(HeterogError):
@@ -177,7 +174,7 @@ def _takes_batch_size(function: object) -> bool:
     )
 
 
-Builders: TypeAlias = "dict[str, Callable[[str, int], Workload]]"
+Builders = dict[str, Callable[[str, int], Workload]]
 """Functions of a module that make workloads from their name and a batch size, by name."""
 
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heterog.graph.workload import Workload
+from heterog.graph.workload import Batch, Workload
 from heterog.zoo.language import EncoderLayer
-
-if TYPE_CHECKING:
-    from heterog.graph.workload import Batch
-    from heterog.zoo.registry import Builders
+from heterog.zoo.registry import Builders
 
 NUM_CLASSES = 1000
 

@@ -14,18 +14,13 @@ and two backward, and one more kept activation.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heterog.graph.workload import Workload
-
-if TYPE_CHECKING:
-    from heterog.graph.workload import Batch
-    from heterog.zoo.registry import Builders
-
+from heterog.graph.workload import Batch, Workload
+from heterog.zoo.registry import Builders
 
 MOST_CHANNELS = 256
 UNET_CHANNELS = ((32, 64), (64, 128), (128, 256), (256, 512))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from heterog.balance.balancer import Balancer
-from heterog.balance.dealing import epoch_order
+from heterog.balance.shares import epoch_order
 from heterog.balance.tokens import TokenBatches
 
 FEATURES, CLASSES, LENGTH, WORDS = 6, 4, 5, 11

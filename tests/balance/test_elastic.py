@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from heterog.balance import BalanceError, ElasticAveraging
-from heterog.balance.dealing import epoch_order
 from heterog.balance.elastic import default_rule
+from heterog.balance.shares import epoch_order
 from heterog.balance.speeds import StepClock
 from heterog.runtime.accelerators import CPU
 from heterog.simulator.unequal_updates import MERGE_BOOST, ElasticRule, MegaBatch

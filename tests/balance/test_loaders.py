@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from heterog.balance import BalanceError, Balancer
-from heterog.balance.dealing import epoch_order, without_singles
 from heterog.balance.sampler import BalancedLoader
+from heterog.balance.shares import epoch_order, without_singles
 from tests.runtime.ranks import Ranks
 
 SHARES = (6, 2)

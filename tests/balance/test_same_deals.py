@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
-from heterog.balance.dealing import SampleBatches
 from heterog.balance.group import RankGroup
 from heterog.balance.replicas import SameDeals
 from heterog.balance.sampler import ShareSampler
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, SampleBatches
 from heterog.errors import HeterogWarning
 
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from heterog.balance.dealing import SampleBatches
 from heterog.balance.sampler import ShareSampler
-from heterog.balance.shares import BalanceError
+from heterog.balance.shares import BalanceError, SampleBatches
 
 CASES = st.tuples(
     st.integers(1, 200),  # samples

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from heterog.balance import BalanceError, Balancer
-from heterog.balance.dealing import epoch_order
+from heterog.balance.shares import epoch_order
 from tests.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.distributed

@@ -27,8 +27,7 @@ from heterog import cli
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError, UnknownNameError
 from heterog.export import TARGETS, Export, ExportError, export_plan, make_export
-from heterog.export.folder import on_used_devices
-from heterog.export.ranks import launch_command, launch_script, ranks_of
+from heterog.export.folder import launch_command, launch_script, on_used_devices, ranks_of
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph

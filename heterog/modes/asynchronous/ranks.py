@@ -8,7 +8,6 @@ ranks after every step would deadlock if the plan lets a team run ahead.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,11 +26,9 @@ from heterog.modes.asynchronous.weight_server import (
 )
 from heterog.modes.islands import island_of
 from heterog.modes.on_ranks import RankMode, Reading, parts_of
+from heterog.runtime.checkpoint.contents import Contents
+from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.step.collectives import group_limit
-
-if TYPE_CHECKING:
-    from heterog.runtime.checkpoint.contents import Contents
-    from heterog.runtime.deploy import DeployedStep
 
 
 class AsynchronousTraining(RankMode):

@@ -40,13 +40,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from heterog.lowering import Choice
+from heterog.lowering.choice import BoolArray, Choice
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_READS, NUM_TASKS, Tape
 from heterog.modes.stash.value import (
     OF_BATCH,
-    BoolArray,
     EncodedStash,
     WeightStash,
     is_of_backward,

@@ -29,14 +29,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from heterog.lowering.program import TaskKind
-from heterog.modes.on_ranks import MakeExecutor, RankMode
+from heterog.modes.on_ranks import MakeExecutor, RankMode, Rehearsal
 from heterog.modes.stash.value import (
     WeightStash,
     is_of_backward,
@@ -44,19 +43,15 @@ from heterog.modes.stash.value import (
     oldest_weights,
     stages_of,
 )
-from heterog.runtime.step.collectives import Pending
+from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.measure.rehearsal import BEGIN, CHECKED_EVERY, END, Stage
+from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder
 from heterog.runtime.step.step_order import LOSS, DueTask, StepOrder, step_order
-from heterog.strategy.strategy import Strategy
-
-if TYPE_CHECKING:
-    from heterog.runtime.deploy import DeployedStep
-from heterog.modes.on_ranks import Rehearsal
-from heterog.runtime.measure.rehearsal import BEGIN, CHECKED_EVERY, END, Stage
-from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.whole_model import ModelPart
+from heterog.strategy.strategy import Strategy
 
 
 class Moment(IntEnum):

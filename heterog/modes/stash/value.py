@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.lowering.choice import Choice
+from heterog.lowering.choice import BoolArray, Choice
 from heterog.lowering.program import (
     FIRST_LINK_KIND,
     RECUT_KINDS,
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from heterog.strategy.strategy import Strategy
 
 
-BoolArray = npt.NDArray[np.bool_]
 Stages = tuple[tuple[int, ...], ...]
 AnyIntegers = npt.NDArray[np.integer[Any]]
 
@@ -209,7 +208,7 @@ class EncodedStash(EncodedMode):
 def _by_micro_batch(
     buffers: npt.NDArray[np.void],
     micro: IntArray,
-    chosen: npt.NDArray[np.bool_],
+    chosen: BoolArray,
     shape: tuple[int, int],
 ) -> FloatArray:
     """Bytes of some buffers by micro-batch and device.
