@@ -266,7 +266,8 @@ class _Grid(PointSearch[_Point]):
         """
         layout, cluster = point.layout, self.cluster
         types = {cluster.type_index[device] for device in point.devices}
-        of_micro_s = max(self._compute_seconds(kind, layout.micro_batch) for kind in types)
+        rows = [self.evaluator.prices.row(kind, len(point.devices)) for kind in types]
+        of_micro_s = max(self._compute_seconds(row, layout.micro_batch) for row in rows)
         compute_s = point.num_micro * of_micro_s / (layout.tp * layout.pp)
         compute_s += self._team_seconds(point)
         sums_s = self._gradient_seconds(point) if layout.dp > 1 else 0.0
@@ -301,10 +302,10 @@ class _Grid(PointSearch[_Point]):
         return slowest_s
 
     @kept
-    def _compute_seconds(self, kind: int, samples: int) -> float:
-        """Seconds in which a device type computes the whole model for some samples."""
-        device_type = self.cluster.device_types[kind]
-        seconds = self.problem.evaluator.cost_model.op_seconds(self.graph, device_type, samples)
+    def _compute_seconds(self, row: int, samples: int) -> float:
+        """Seconds of the whole model for some samples by a row of ``PriceTable.models``."""
+        device_type, model = self.evaluator.prices.models[row]
+        seconds = model.op_seconds(self.graph, device_type, samples)
         return float(seconds[self._computing].sum())
 
     def _gradient_seconds(self, point: _Point) -> float:

@@ -208,9 +208,14 @@ class Estimator:
         # The first stage of an island stands for all: they are equally fast, and it holds most.
         starts = np.cumsum([0, *(island.stages for island in pool)]).tolist()
         firsts = [stages[start] for start in starts[:-1]]
+        is_alone = self._is_alone(point)
         whole = [
             slices.all_seconds(
-                stage.island.kind, stage.island.members, _samples(stage, micro), point.recompute
+                stage.island.kind,
+                stage.island.members,
+                _samples(stage, micro),
+                point.recompute,
+                is_alone,
             )
             for stage in firsts
         ]
@@ -326,7 +331,15 @@ class Estimator:
     def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
         """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
         kind, members = stage.island.kind, stage.island.members
-        return self.slices.seconds(kind, members, _samples(stage, micro), point.recompute)
+        is_alone = self._is_alone(point)
+        return self.slices.seconds(
+            kind, members, _samples(stage, micro), point.recompute, is_alone
+        )
+
+    def _is_alone(self, point: Composition) -> bool:
+        """Whether a composition uses one device, which exchanges nothing."""
+        islands = (island for pool in point.pools for island in pool)
+        return sum(each.hosts * self.slices.kinds[each.kind].size for each in islands) == 1
 
     def _memory(self, stages: Sequence[_Stage], micro: float, point: Composition) -> FloatArray:
         """State and activations of each layer on one device of each stage.

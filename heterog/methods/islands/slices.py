@@ -131,9 +131,11 @@ class Slices:
         return float(self.held_bytes(recompute).sum())
 
     @kept
-    def all_seconds(self, kind: int, members: int, samples: int, recompute: Recompute) -> float:
+    def all_seconds(
+        self, kind: int, members: int, samples: int, recompute: Recompute, is_alone: bool
+    ) -> float:
         """``seconds`` of all layers."""
-        return float(self.seconds(kind, members, samples, recompute).sum())
+        return float(self.seconds(kind, members, samples, recompute, is_alone).sum())
 
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
@@ -172,7 +174,9 @@ class Slices:
         return sum(rates) or np.inf
 
     @kept
-    def seconds(self, kind: int, members: int, samples: int, recompute: Recompute) -> FloatArray:
+    def seconds(
+        self, kind: int, members: int, samples: int, recompute: Recompute, is_alone: bool
+    ) -> FloatArray:
         """Seconds of each layer's forward and backward pass for a micro-batch on one team.
 
         Args:
@@ -180,13 +184,15 @@ class Slices:
             members: Number of devices of the team.
             samples: Samples of the micro-batch on this team.
             recompute: What layers recompute for the backward pass.
+            is_alone: Whether the strategy uses no other device.
 
         Returns:
             # [num_layers]
         """
         on = self.kinds[kind]
         links = on.link_bytes_per_s, on.link_latency_s
-        of_ops, sums = self._price(on.device_type, links, members, samples)
+        row = self.evaluator.prices.row(on.device_type, 1 if is_alone else 2)
+        of_ops, sums = self._price(row, links, members, samples)
         forward, backward, again = self._of_layers(of_ops, members, recompute)
         # Weight gradients take half of the backward pass and hide the team's sums.
         behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
@@ -206,18 +212,20 @@ class Slices:
 
     @kept
     def _price(
-        self, type_number: int, links: tuple[float, float], members: int, samples: int
+        self, row: int, links: tuple[float, float], members: int, samples: int
     ) -> tuple[FloatArray, FloatArray]:
-        """Seconds of ops, and of the sums of a team over links (bytes per second, latency).
+        """Seconds of ops by a row of ``PriceTable.models``, and of a team's sums over links.
+
+        Links are (bytes per second, latency).
 
         Returns:
             Seconds of each op.  # [num_ops]
             Forward and backward.  # [2, num_layers]
         """
         evaluator = self.evaluator
-        device_type = evaluator.cluster.device_types[type_number]
+        device_type, model = evaluator.prices.models[row]
         if members == 1:
-            of_ops = evaluator.cost_model.op_seconds(evaluator.graph, device_type, samples)
+            of_ops = model.op_seconds(evaluator.graph, device_type, samples)
             return of_ops, np.zeros((2, self.num_layers))
         plan = self._plan
         ruled = plan.op_axis != BATCH_AXIS
@@ -225,7 +233,7 @@ class Slices:
         part = 1.0 + plan.follows_batch * (samples / evaluator.graph.batch_size - 1.0)
         flops = (plan.flops_fixed + units * plan.flops_per_unit) * part[:, 0]
         moved = plan.bytes_fixed * part[:, 1] + units * plan.bytes_per_unit * part[:, 2]
-        of_ops = evaluator.cost_model.work_seconds(evaluator.graph, device_type, flops, moved)
+        of_ops = model.work_seconds(evaluator.graph, device_type, flops, moved)
         (summed, count), (bytes_per_s, latency_s) = self._summed, links
         share = samples / evaluator.graph.batch_size
         ring = 2.0 * (members - 1) / members * share / bytes_per_s

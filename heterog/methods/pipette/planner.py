@@ -129,8 +129,10 @@ class LayoutCosts:
         activation_bytes = self._activation_bytes * layout.micro_batch
         sums_s = _SUMS_PER_LAYER * layers * ring_payloads(layout.tp) * activation_bytes / inside
         slowest = max(
-            (self._passes_s(kind, layout.micro_batch, stage, layout.pp) for kind in
-             dict.fromkeys(cluster.type_index[device] for device in devices)),
+            (self._passes_s(row, layout.micro_batch, stage, layout.pp) for row in dict.fromkeys(
+                self._evaluator.prices.row(cluster.type_index[device], len(devices))
+                for device in devices
+            )),
             key=sum,
         )  # fmt: skip
         return UniformCosts(
@@ -145,10 +147,10 @@ class LayoutCosts:
         )
 
     def _passes_s(
-        self, kind: int, samples: int, stage_of_group: tuple[int, ...], num_stages: int
+        self, row: int, samples: int, stage_of_group: tuple[int, ...], num_stages: int
     ) -> tuple[float, float]:
         """Seconds of a forward and a backward pass of the slowest stage."""
-        forward, whole = self._evaluator.prices.seconds_of_groups(kind, samples)
+        forward, whole = self._evaluator.prices.seconds_of_groups(row, samples)
         passes = [
             np.bincount(stage_of_group, weights, num_stages)
             for weights in (forward, whole - forward)
