@@ -22,7 +22,7 @@ from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
 from heterog.grouped import grouped
 from heterog.memo import kept
-from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_or_groups
+from heterog.methods.islands.slices import boundary_bytes, layers_or_groups
 from heterog.methods.planner import PointSearch, Problem, Searching
 from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
 from heterog.simulator.evaluator import Evaluator
@@ -76,8 +76,7 @@ class _Grid(PointSearch[_Point]):
         experts = expert_weights(self.graph, range(self.graph.num_ops))
         shapes = [self.graph.tensors[weight].shape for weight in experts]
         self.num_experts = min((shape[0] for shape in shapes), default=0)
-        layers = layer_of_op(self.graph, layers_or_groups(self.graph))
-        self.boundary_bytes = boundary_bytes(self.graph, layers)
+        self.boundary_bytes = boundary_bytes(evaluator.tables, layers_or_groups(self.graph))
         self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
         self.layouts: dict[_Point, Layout] = {}
         self.varied: set[tuple[object, ...]] = set()

@@ -83,7 +83,7 @@ def test_a_host_of_unlike_cards_is_a_kind_for_each(monkeypatch: pytest.MonkeyPat
     assert [(kind.hosts, kind.devices) for kind in kinds] == [((0,), ((0, 2),)), ((0,), ((1, 3),))]
     slices = Slices(Evaluator(GRAPH, cluster))
     inside = cluster.hosts[0].intra.bandwidth_bytes_per_s
-    assert slices.hop_bytes_per_s((0, 1), (1, 1)) == inside
+    assert slices.hop_bytes_per_s((0, 1), (1, 1), False) == inside
     # One takes a second for a layer and the other three: eight layers are six and two.
     each = np.ones(slices.num_layers)
     monkeypatch.setattr(slices, "seconds", lambda kind, *_, **__: (1.0 + 2.0 * kind) * each)
@@ -171,6 +171,17 @@ def test_the_most_promising_structure_is_descended_for_first(
     descents.clear()
     CompositionSearch(problem_of(MIXED, 4)).estimate()
     assert descents == []
+
+
+def test_slow_links_hide_no_composition_of_one_host() -> None:
+    """A descent from all hosts stops where each single change sends more over slow links."""
+    whole = cluster_of(*[(0.01, ["V100-16GB"] * 4)] * 3)
+    least = []
+    for cluster in (whole, whole.part(whole.host_devices(0))):
+        search = CompositionSearch(problem_of(cluster, 100))
+        search.estimate()
+        least.append(search.least_s)
+    assert least[0] <= least[1] * (1.0 + 1e-9)
 
 
 def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Composition]:

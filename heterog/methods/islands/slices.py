@@ -5,6 +5,7 @@ everything before it, the last one everything after it. If a model repeats nothi
 a layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, AxisPlan, axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
-from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpRules
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
@@ -27,6 +28,7 @@ from heterog.strategy.layouts.stages import (
     NO_LAYER,
     layer_blocks,
     layers_of,
+    num_returns,
     stages_by_counts,
 )
 
@@ -141,23 +143,30 @@ class Slices:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
 
     @cached_property
+    def num_returns(self) -> int:
+        """Stages through which values go again after the last, if there are several."""
+        return num_returns(self.evaluator.graph, self.layer_of_group)
+
+    @cached_property
     def boundary_bytes(self) -> float:
         """Bytes of a sample that go from one layer to the next."""
-        return boundary_bytes(self.evaluator.graph, self._layer_of_op)
+        return boundary_bytes(self.evaluator.tables, self.layer_of_group)
 
     @kept
-    def hop_bytes_per_s(self, kinds: tuple[int, int], hosts: tuple[int, int]) -> float:
+    def hop_bytes_per_s(
+        self, kinds: tuple[int, int], hosts: tuple[int, int], is_inside: bool
+    ) -> float:
         """Rate at which values get from the teams of one stage to those of the next.
 
-        If two kinds are in the same hosts, each team sends to a team on its own host. Stages of
-        one kind are on different hosts if the kind has several.
+        If two kinds are in the same hosts, each team sends to a team on its own host.
 
         Args:
             kinds: Kinds of machines of both stages.
             hosts: Number of hosts with devices of each stage.
+            is_inside: Whether both stages lie on one host of one kind.
         """
         ends = [self.kinds[kind] for kind in kinds]
-        if ends[0].hosts == ends[1].hosts and (ends[0] != ends[1] or len(ends[0].hosts) == 1):
+        if is_inside or (ends[0] != ends[1] and ends[0].hosts == ends[1].hosts):
             return ends[0].link_bytes_per_s * min(hosts)
         rates = [end.nic_bytes_per_s * count for end, count in zip(ends, hosts, strict=True)]
         return min(*rates, self.between_bytes_per_s(*kinds))
@@ -322,24 +331,31 @@ def layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray[
     )
 
 
-def boundary_bytes(graph: OpGraph, layers: npt.NDArray[np.int64]) -> float:
-    """Bytes of a sample that go from one layer to the next, the median of all boundaries.
+def sent_bytes(tables: GraphTables, stage_of_group: IntArray, num_stages: int) -> FloatArray:
+    """Bytes of a sample that each stage computes in its forward pass for a later stage.
 
     Args:
-        graph: One training step.
-        layers: Layer of each op, -1 for none; see ``layer_of_op``.  # [num_ops]
+        tables: Tables of the graph.
+        stage_of_group: Stage of every group, ascending.  # [num_groups]
+        num_stages: Number of stages.
+
+    Returns:
+        # [num_stages]
     """
-    crossing = np.zeros(max(layers, default=-1) + 1)
-    for index, op in enumerate(graph.ops):
-        layer = layers[index]
-        if op.phase != Phase.FORWARD or layer < 0:
-            continue
-        for tensor in graph.outputs[index]:
-            forward = [
-                layers[reader]
-                for reader in graph.consumers[tensor]
-                if graph.ops[reader].phase == Phase.FORWARD
-            ]
-            if max(forward, default=-1) > layer:
-                crossing[layer] += graph.tensor_bytes[tensor]
-    return float(np.median(crossing[:-1])) / graph.batch_size if len(crossing) > 1 else 0.0
+    group = tables.op_group[tables.value_op]
+    made_in = np.where(group >= 0, stage_of_group[group], num_stages)
+    forward = tables.op_is_backward[tables.value_op] == 0
+    goes_on = forward[tables.slot_value] & (
+        stage_of_group[tables.slot_group] > made_in[tables.slot_value]
+    )
+    goes_on &= np.diff(tables.remake_start) == 0  # other stages remake the rest from the batch
+    sent = np.unique(tables.slot_value[goes_on])
+    sizes = tables.value_bytes_per_unit[sent]
+    return np.bincount(made_in[sent], sizes, num_stages + 1)[:-1].astype(np.float64)
+
+
+def boundary_bytes(tables: GraphTables, layer_of_group: Sequence[int]) -> float:
+    """Bytes of a sample that go from one layer to the next, the median of all boundaries."""
+    num_layers = max(layer_of_group) + 1
+    sent = sent_bytes(tables, np.array(layer_of_group), num_layers)
+    return float(np.median(sent[:-1])) if num_layers > 1 else 0.0
