@@ -23,7 +23,7 @@ from heterog.lowering.space import StrategySpace
 from heterog.memo import kept
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layouts.stages import layers_of, stages_by_counts
+from heterog.strategy.layouts.stages import layers_of, num_returns, stages_by_counts
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages, stated_turns
 
 
@@ -125,14 +125,22 @@ class Finisher:
                 return None  # a device has several stages already
             if finish.schedule == Scheduled.IN_A_V:
                 return self._in_a_v(row, stages, finish, num_micro)
-            schedule = self._capped([devices for devices, _, _ in stages], finish.schedule)
+            schedule = self._capped(stages, finish.schedule)
         return self._with_teams(row, finish.team_size, schedule)
 
-    def _capped(self, stages: list[tuple[int, ...]], schedule: Scheduled) -> PipelineSchedule:
+    def _capped(
+        self, stages: list[tuple[tuple[int, ...], int, int]], schedule: Scheduled
+    ) -> PipelineSchedule:
         found = AS_IT_COMES
         if schedule in _HIDDEN:
-            num_devices = self._evaluator.cluster.num_devices
-            found = caps_of_stages(stages, num_devices, hidden=_HIDDEN[schedule])
+            sizes = [last - first for _, first, last in stages]
+            stage_of_group = np.repeat(np.arange(len(stages)), sizes)
+            found = caps_of_stages(
+                [devices for devices, _, _ in stages],
+                self._evaluator.cluster.num_devices,
+                hidden=_HIDDEN[schedule],
+                returns=num_returns(self._evaluator.graph, stage_of_group.tolist()),
+            )
         if schedule in _SPLITS:
             found = PipelineSchedule(in_flight=found.in_flight, splits_backward=True)
         return found

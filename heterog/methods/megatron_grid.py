@@ -22,7 +22,7 @@ from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
 from heterog.grouped import grouped
 from heterog.memo import kept
-from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_or_groups
+from heterog.methods.islands.slices import boundary_bytes, layers_or_groups
 from heterog.methods.planner import PointSearch, Problem, Searching
 from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
 from heterog.simulator.evaluator import Evaluator
@@ -76,8 +76,7 @@ class _Grid(PointSearch[_Point]):
         experts = expert_weights(self.graph, range(self.graph.num_ops))
         shapes = [self.graph.tensors[weight].shape for weight in experts]
         self.num_experts = min((shape[0] for shape in shapes), default=0)
-        layers = layer_of_op(self.graph, layers_or_groups(self.graph))
-        self.boundary_bytes = boundary_bytes(self.graph, layers)
+        self.boundary_bytes = boundary_bytes(evaluator.tables, layers_or_groups(self.graph))
         self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
         self.layouts: dict[_Point, Layout] = {}
         self.varied: set[tuple[object, ...]] = set()
@@ -266,7 +265,8 @@ class _Grid(PointSearch[_Point]):
         """
         layout, cluster = point.layout, self.cluster
         types = {cluster.type_index[device] for device in point.devices}
-        of_micro_s = max(self._compute_seconds(kind, layout.micro_batch) for kind in types)
+        rows = [self.evaluator.prices.row(kind, len(point.devices)) for kind in types]
+        of_micro_s = max(self._compute_seconds(row, layout.micro_batch) for row in rows)
         compute_s = point.num_micro * of_micro_s / (layout.tp * layout.pp)
         compute_s += self._team_seconds(point)
         sums_s = self._gradient_seconds(point) if layout.dp > 1 else 0.0
@@ -301,10 +301,10 @@ class _Grid(PointSearch[_Point]):
         return slowest_s
 
     @kept
-    def _compute_seconds(self, kind: int, samples: int) -> float:
-        """Seconds in which a device type computes the whole model for some samples."""
-        device_type = self.cluster.device_types[kind]
-        seconds = self.problem.evaluator.cost_model.op_seconds(self.graph, device_type, samples)
+    def _compute_seconds(self, row: int, samples: int) -> float:
+        """Seconds of the whole model for some samples by a row of ``PriceTable.models``."""
+        device_type, model = self.evaluator.prices.models[row]
+        seconds = model.op_seconds(self.graph, device_type, samples)
         return float(seconds[self._computing].sum())
 
     def _gradient_seconds(self, point: _Point) -> float:

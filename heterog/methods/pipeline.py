@@ -18,10 +18,11 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.graph.op_graph import FloatArray
+from heterog.graph.op_graph import FloatArray, IntArray
 from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
+from heterog.methods.islands.slices import sent_bytes
 from heterog.methods.megatron_grid import MOST_TASKS, unlike_devices
 from heterog.methods.model_parallel import stage_starts
 from heterog.methods.planner import Problem, Searching
@@ -30,7 +31,7 @@ from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, t
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layouts.stages import layer_blocks
+from heterog.strategy.layouts.stages import layer_blocks, num_returns
 from heterog.strategy.schedules import AS_IT_COMES, caps_of_stages
 from heterog.strategy.strategy import Decision, Keeps, Sync
 
@@ -230,11 +231,15 @@ class _Enumeration(Enumeration[_Point]):
         return any(each.preference[0] <= 0.0 for each in self.found.values())
 
     def _leaders(self) -> list[_Point]:
-        """The best points, and the fastest, fitting or not: a cap may make them fit."""
+        """The best points, and the fastest, fitting or not: a cap may make them fit.
+
+        While none fits, the fastest come first: the best lack the fewest bytes, however slow.
+        """
         fastest = sorted(self.found, key=lambda point: self.found[point].step_time_s)[
             :_NUM_REFINED
         ]
-        return list(dict.fromkeys((*self.best(_NUM_REFINED), *fastest)))
+        best = self.best(_NUM_REFINED)
+        return list(dict.fromkeys((*best, *fastest) if self._has_fit else (*fastest, *best)))
 
     def _sequences(self, num_micro: int, order: Order) -> list[Stages]:
         """All sequences of stages, by the estimated time of their balanced cut, fastest first.
@@ -254,16 +259,36 @@ class _Enumeration(Enumeration[_Point]):
         return [each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups]
 
     def _estimate(self, point: _Point) -> float:
-        """Seconds of a point: T_max + (sum T - T_max)/m, plus the slowest stage's gradients."""
+        """Seconds of a point: T_max + (sum T - T_max)/m, plus the slowest stage's gradients.
+
+        T are the seconds of stages and of messages from each stage to the next.
+        """
         stages, bounds = point.stages, (0, *point.cuts, self.num_groups)
-        compute, gradients = [], []
+        turns, gradients = self._message_seconds(point), []
         ratio = 2.0 + self.problem.evaluator.tables.state_ratio
         for devices, (first, last) in zip(stages, pairwise(bounds), strict=True):
-            compute.append(self._stage_seconds(devices, point.num_micro)[first:last].sum())
+            turns.append(float(self._stage_seconds(devices, point.num_micro)[first:last].sum()))
             size = self.parameters[first:last].sum() / ratio
             gradients.append(2.0 * size / self._slowest_rate(devices))
-        fill = (sum(compute) - max(compute)) / point.num_micro
-        return float(max(compute) + fill + max(gradients))
+        fill = (sum(turns) - max(turns)) / point.num_micro
+        return float(max(turns) + fill + max(gradients))
+
+    def _message_seconds(self, point: _Point) -> list[float]:
+        """Seconds in which each stage but the last sends the whole batch to the next one."""
+        evaluator, hosts = self.problem.evaluator, self.cluster.host_of
+        sent = evaluator.graph.batch_size * sent_bytes(
+            evaluator.tables, self._stage_of_group(point), len(point.stages)
+        )
+        found = []
+        for (sender, receiver), num_bytes in zip(pairwise(point.stages), sent, strict=False):
+            lines = min(len({hosts[device] for device in each}) for each in (sender, receiver))
+            rate = self.cluster.bottleneck_bytes_per_s(sender[0], receiver[0])
+            found.append(float(num_bytes) / (lines * rate))
+        return found
+
+    def _stage_of_group(self, point: _Point) -> IntArray:
+        found = np.searchsorted(point.cuts, np.arange(self.num_groups), side="right")
+        return found.astype(np.int32)
 
     def _slowest_rate(self, devices: tuple[int, ...]) -> float:
         """Bytes per second of the slowest link over which a stage's gradients are summed."""
@@ -299,9 +324,10 @@ class _Enumeration(Enumeration[_Point]):
 
         Kernels of a team run all samples of the team, so smaller micro-batches cost it less.
         """
+        largest = max(map(len, start.stages))
         for size in team_sizes(self.cluster, self.rules):
             for num_micro in (start.num_micro, 2 * start.num_micro):
-                if num_micro <= self.most_micro:
+                if size <= largest and num_micro <= self.most_micro:
                     teams = (size,) * len(start.stages)
                     yield replace(start, teams=teams, num_micro=num_micro)
 
@@ -429,7 +455,14 @@ class _Enumeration(Enumeration[_Point]):
             row[first:last] = self.space.add(self._decision(point, stage))
         capped = AS_IT_COMES
         if point.caps and point.num_micro > 1:
-            capped = caps_of_stages(point.stages, self.cluster.num_devices, hidden=point.caps - 1)
+            capped = caps_of_stages(
+                point.stages,
+                self.cluster.num_devices,
+                hidden=point.caps - 1,
+                returns=num_returns(
+                    self.problem.evaluator.graph, self._stage_of_group(point).tolist()
+                ),
+            )
         blocks = tuple(sorted({*self.blocks_of_layers, *point.cuts}))
         return Meaning(
             row,

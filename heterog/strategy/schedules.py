@@ -189,7 +189,9 @@ Stages = Sequence[Sequence[int]]
 _F, _B, _W = Pass
 
 
-def caps_of_stages(stages: Stages, num_devices: int, *, hidden: float = 0.0) -> PipelineSchedule:
+def caps_of_stages(
+    stages: Stages, num_devices: int, *, hidden: float = 0.0, returns: int = 0
+) -> PipelineSchedule:
     """Caps on micro-batches in flight with which a pipeline waits only for its first one.
 
     With ``hidden`` 0 the caps are those of 1F1B: stage s of p holds p - s micro-batches. If
@@ -201,16 +203,19 @@ def caps_of_stages(stages: Stages, num_devices: int, *, hidden: float = 0.0) -> 
         stages: Devices of each stage; each device is in one of them.
         num_devices: Number of devices of the cluster.
         hidden: Seconds of two messages over the seconds of a stage's forward and backward pass.
+        returns: Stages through which values go again after the last; see ``num_returns``.
 
     >>> caps_of_stages([(0,), (1,), (2,)], 3).in_flight
     ((3,), (2,), (1,))
     >>> caps_of_stages([(0,), (1,), (2,)], 3, hidden=0.5).in_flight
     ((5,), (3,), (1,))
+    >>> caps_of_stages([(0,), (1,), (2,)], 3, returns=2).in_flight
+    ((5,), (4,), (3,))
     """
     caps: list[tuple[int, ...]] = [()] * num_devices
     more = -int(-hidden // 1)
     for stage, devices in enumerate(stages):
-        later = len(stages) - 1 - stage
+        later = len(stages) - 1 - stage + returns
         for device in devices:
             if caps[device]:
                 raise StrategyError(f"device {device} has two stages; caps are for one each.")
@@ -372,8 +377,12 @@ def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
     return turns.turns
 
 
-def as_caps(schedule: PipelineSchedule) -> PipelineSchedule:
+def as_caps(schedule: PipelineSchedule, returns: int = 0) -> PipelineSchedule:
     """Replace stated turns by caps that allow as many micro-batches in flight in each chunk.
+
+    Args:
+        schedule: The turns.
+        returns: Number of further micro-batches in flight in each chunk; see ``num_returns``.
 
     >>> as_caps(stated_turns("1f1b", [(0,), (1,)], 1, 4, num_devices=2)).in_flight
     ((2,), (1,))
@@ -385,7 +394,7 @@ def as_caps(schedule: PipelineSchedule) -> PipelineSchedule:
         for turn in turns:
             now[turn.chunk] += (turn.work == _F) - (turn.work == last)
             most[turn.chunk] = max(most[turn.chunk], now[turn.chunk])
-        caps.append(tuple(most[chunk] for chunk in sorted(most)))
+        caps.append(tuple(most[chunk] + returns for chunk in sorted(most)))
     return replace(schedule, in_flight=tuple(caps), turns=())
 
 

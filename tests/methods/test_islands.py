@@ -26,7 +26,7 @@ from heterog.methods.islands.variants import in_a_v
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Recompute
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import cluster_of, linear_chain
 from tests.strategy.test_layouts import GRAPH, graph_of
 
 MIXED = cluster_of((25.0, ["V100-16GB"] * 2), (10.0, ["T4"] * 2))
@@ -83,7 +83,7 @@ def test_a_host_of_unlike_cards_is_a_kind_for_each(monkeypatch: pytest.MonkeyPat
     assert [(kind.hosts, kind.devices) for kind in kinds] == [((0,), ((0, 2),)), ((0,), ((1, 3),))]
     slices = Slices(Evaluator(GRAPH, cluster))
     inside = cluster.hosts[0].intra.bandwidth_bytes_per_s
-    assert slices.hop_bytes_per_s((0, 1), (1, 1)) == inside
+    assert slices.hop_bytes_per_s((0, 1), (1, 1), False) == inside
     # One takes a second for a layer and the other three: eight layers are six and two.
     each = np.ones(slices.num_layers)
     monkeypatch.setattr(slices, "seconds", lambda kind, *_, **__: (1.0 + 2.0 * kind) * each)
@@ -97,7 +97,7 @@ def test_a_host_of_unlike_cards_is_a_kind_for_each(monkeypatch: pytest.MonkeyPat
 def test_layers_on_one_device_take_what_their_ops_take() -> None:
     evaluator = Evaluator(GRAPH, MIXED)
     slices = Slices(evaluator)
-    seconds = slices.seconds(0, 1, 4, Recompute.NONE)
+    seconds = slices.seconds(0, 1, 4, Recompute.NONE, False)
     of_ops = evaluator.cost_model.op_seconds(GRAPH, MIXED.device_types[0], 4)
     inside = [op for op in range(GRAPH.num_ops) if slices._layer_of_op[op] >= 0]
     assert seconds.sum() == pytest.approx(of_ops[inside].sum())
@@ -114,9 +114,26 @@ def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
     estimator = Estimator(slices)
     pool = (Island(0, 1, 2, 2),)
     point = Composition((pool,), 8, recompute=Recompute.NONE, zero=0)
-    whole = slices.seconds(0, 1, GRAPH.batch_size // 8, Recompute.NONE).sum()
+    whole = slices.seconds(0, 1, GRAPH.batch_size // 8, Recompute.NONE, False).sum()
     found = estimator.pool_seconds(pool, GRAPH.batch_size, point)
     assert found == pytest.approx((8 + 2 / 3) * whole / 2)
+
+
+def test_one_device_is_estimated_the_same_in_every_cluster() -> None:
+    """A strategy on one device exchanges nothing, which makes kernels slower beside it."""
+    graph = linear_chain(batch_size=64, width=1024)
+    tensors = tuple(replace(tensor, dtype="bfloat16") for tensor in graph.tensors)
+    graph = replace(graph, tensors=tensors)
+    whole = cluster_of((10.0, ["A100-40GB"]), (10.0, ["T4"]))
+    pool = (Island(0, 1, 1, 1),)
+    point = Composition((pool,), 1, Recompute.NONE, 0, samples=(64,))
+    estimates = []
+    for cluster in (whole, whole.part((0,))):
+        estimator = Estimator(Slices(Evaluator(graph, cluster)))
+        found = estimator.cut(point)
+        assert found is not None
+        estimates.append((found[0], estimator.pool_seconds(pool, 64, point)))
+    assert estimates[0] == estimates[1]
 
 
 @pytest.mark.parametrize(("num_micro", "zero"), [(4, 0), (4, 1), (8, 0)])
@@ -154,6 +171,17 @@ def test_the_most_promising_structure_is_descended_for_first(
     descents.clear()
     CompositionSearch(problem_of(MIXED, 4)).estimate()
     assert descents == []
+
+
+def test_slow_links_hide_no_composition_of_one_host() -> None:
+    """A descent from all hosts stops where each single change sends more over slow links."""
+    whole = cluster_of(*[(0.01, ["V100-16GB"] * 4)] * 3)
+    least = []
+    for cluster in (whole, whole.part(whole.host_devices(0))):
+        search = CompositionSearch(problem_of(cluster, 100))
+        search.estimate()
+        least.append(search.least_s)
+    assert least[0] <= least[1] * (1.0 + 1e-9)
 
 
 def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Composition]:

@@ -2,12 +2,16 @@
 
 from itertools import permutations
 
+import pytest
+
 from heterog.cluster import Cluster
-from heterog.methods.pipeline import stage_sequences
-from heterog.methods.planner import Budget
+from heterog.methods.pipeline import _Enumeration, _Point, stage_sequences
+from heterog.methods.planner import Budget, Problem
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 from tests.runtime.cases import capture_case, workload_of
 from tests.search.asking import compare_methods
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import cluster_of, linear_chain
 
 
 def test_alike_machines_come_in_one_order_only() -> None:
@@ -41,3 +45,17 @@ def test_there_are_stages_where_micro_batches_are_refused() -> None:
     cluster = cluster_of((1.0, ["T4"]), (1.0, ["V100-16GB"]))
     found = compare_methods(graph, cluster, ["pipeline"], budget=Budget(evaluations=20))
     assert {row.outcome for row in found.rows} == {"ok"}
+
+
+def test_messages_between_stages_count() -> None:
+    """64 samples of 1,024 numbers through 0.1 Gbit/s: stages on one host are estimated best."""
+    graph = linear_chain(batch_size=64, width=1024)
+    cluster = cluster_of((0.1, ["T4"] * 2), (0.1, ["T4"] * 2))
+    problem = Problem(evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=50))
+    search = _Enumeration(problem)
+    between = search._message_seconds(_Point(((0,), (2,)), (1,), 4, Order.FIFO))
+    assert between == pytest.approx([64 * 1024 * 4 / (0.1e9 / 8)])
+    on_two = search._message_seconds(_Point(((0, 1), (2, 3)), (1,), 4, Order.FIFO))
+    assert on_two == between  # two devices of a host share its NIC
+    (first, second), *_ = search._sequences(4, Order.FIFO)
+    assert {cluster.host_of[device] for device in (*first, *second)} in ({0}, {1})

@@ -394,7 +394,7 @@ def test_runs_slow_16_bit_kernels_down_and_no_others() -> None:
             chosen = ops(graph, name)
             np.testing.assert_allclose(in_run[chosen] - launch, factor * (alone[chosen] - launch))
     assert in_training_of("GH200") == in_training_of("H100")
-    assert in_training_of("RTX-3090").measured_on == ANY_TYPE
+    assert in_training_of("RTX-4090").measured_on == ANY_TYPE
 
 
 @pytest.mark.parametrize("execution", [Execution.MEGATRON, Execution.COMPILED])
@@ -721,6 +721,16 @@ def test_a_gpu_alone_takes_what_its_kernels_take() -> None:
     two = load_cluster("homogeneous_8xa100")
     assert DeviceModels().in_training("A100-80GB").products == 1.0
     assert DeviceModels().on(two).in_training("A100-80GB").products > 1.2
+
+
+def test_no_type_takes_longer_alone_than_beside_exchanges() -> None:
+    """Neither by own runs nor by a guess from those of other types."""
+    for listed in listed_types():
+        alone = in_training_of(listed.type.name, is_alone=True)
+        beside = in_training_of(listed.type.name)
+        assert alone.products <= beside.products
+        assert alone.fused_attention <= beside.fused_attention
+        assert alone.streams <= beside.streams
 
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "measured"

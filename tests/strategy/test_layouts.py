@@ -22,9 +22,11 @@ from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute, pars
 from heterog.strategy.layouts.placed import Given, place_layout, sizes_of
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of, stage_of_groups
 from heterog.strategy.layouts.tensor import team_rules
+from heterog.strategy.schedules import AS_IT_COMES, caps_of_stages
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Keeps, Sync
 from tests.runtime.padded import padded_workload
+from tests.simulator.builders import cluster_of
 
 BATCH = 32
 
@@ -408,6 +410,22 @@ def test_a_shared_weight_is_said() -> None:
     given = placed("pp=2", graph_of(4, tied=True))
     assert any("shares a weight with a later stage" in remark for remark in given.remarks)
     assert not placed("pp=2").remarks
+
+
+def test_caps_let_micro_batches_go_back_to_a_shared_weight() -> None:
+    """A head on the first stage: with the caps of 1F1B micro-batches go around one by one."""
+    graph, cluster = graph_of(8, tied=True), cluster_of((10.0, ["V100-16GB"] * 4))
+    layout = parse_layout("pp=4,micro_batch=1")
+    capped = place_layout(layout, graph, cluster).strategy
+    assert capped.schedule.in_flight == ((6,), (5,), (4,), (3,))
+    evaluator = Evaluator(graph, cluster)
+    one_by_one = caps_of_stages([(0,), (1,), (2,), (3,)], 4)
+    uncapped_s, capped_s, one_by_one_s = (
+        evaluator.referee(replace(capped, schedule=schedule)).step_time_s
+        for schedule in (AS_IT_COMES, capped.schedule, one_by_one)
+    )
+    assert capped_s < 1.1 * uncapped_s
+    assert one_by_one_s > 1.15 * uncapped_s
 
 
 def test_differences_name_what_a_plan_does_otherwise() -> None:

@@ -33,7 +33,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
-from heterog.strategy.layouts.stages import shared_across_stages
+from heterog.strategy.layouts.stages import num_returns, shared_across_stages
 from heterog.strategy.schedules import PipelineSchedule, caps_of_stages
 from heterog.strategy.strategy import Strategy
 
@@ -41,6 +41,8 @@ MOST_KINDS = 4
 """Most kinds of machines for which every partition into pools is tried."""
 MOST_STAGES = 16
 """Most stages of one kind of machines."""
+FEW_HOSTS = 4
+"""Number of hosts up to which an island is tried on every number of them."""
 OVERFLOWS = 1e6
 """An estimate of so many seconds or more means that the composition does not fit."""
 IDLE = 2.0 / 3.0
@@ -138,12 +140,15 @@ def num_copies(pool: Pool, slices: Slices) -> int:
 def islands_of(slices: Slices, kind: int) -> list[Island]:
     """Every division of all, half, a quarter, ... of a kind's hosts into teams and stages.
 
+    Few hosts are divided in every number up to ``FEW_HOSTS``.
     Divisions with more teams in a stage than samples come last.
     """
     of_kind, batch = slices.kinds[kind], slices.evaluator.graph.batch_size
     most = min(of_kind.size, slices.most_members)
     sizes = [1 << power for power in range(most.bit_length()) if of_kind.size % (1 << power) == 0]
-    counts = [len(of_kind.hosts) >> power for power in range(len(of_kind.hosts).bit_length())]
+    most_hosts = len(of_kind.hosts)
+    halved = {most_hosts >> power for power in range(most_hosts.bit_length())}
+    counts = sorted(halved.union(range(1, min(FEW_HOSTS, most_hosts) + 1)), reverse=True)
     found = []
     for hosts, members in product(counts, sizes):
         teams = hosts * (of_kind.size // members)
@@ -208,9 +213,14 @@ class Estimator:
         # The first stage of an island stands for all: they are equally fast, and it holds most.
         starts = np.cumsum([0, *(island.stages for island in pool)]).tolist()
         firsts = [stages[start] for start in starts[:-1]]
+        is_alone = self._is_alone(point)
         whole = [
             slices.all_seconds(
-                stage.island.kind, stage.island.members, _samples(stage, micro), point.recompute
+                stage.island.kind,
+                stage.island.members,
+                _samples(stage, micro),
+                point.recompute,
+                is_alone,
             )
             for stage in firsts
         ]
@@ -219,11 +229,12 @@ class Estimator:
         sizes = (
             slices.all_parameter_bytes, slices.all_state_bytes, slices.all_held(point.recompute)
         )  # fmt: skip
+        returns = slices.num_returns if len(stages) > 1 else 0
         over = max(
             part * sum(map(operator.mul, sizes, self._held(stage, behind, micro, point)))
             / slices.kinds[stage.island.kind].usable_bytes
             for part, stage, behind in zip(
-                parts, firsts, (len(stages) - start for start in starts), strict=False
+                parts, firsts, (len(stages) + returns - start for start in starts), strict=False
             )
         )  # fmt: skip
         # Two neighbours of an island stand for all of its stages, too.
@@ -326,7 +337,15 @@ class Estimator:
     def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
         """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
         kind, members = stage.island.kind, stage.island.members
-        return self.slices.seconds(kind, members, _samples(stage, micro), point.recompute)
+        is_alone = self._is_alone(point)
+        return self.slices.seconds(
+            kind, members, _samples(stage, micro), point.recompute, is_alone
+        )
+
+    def _is_alone(self, point: Composition) -> bool:
+        """Whether a composition uses one device, which exchanges nothing."""
+        islands = (island for pool in point.pools for island in pool)
+        return sum(each.hosts * self.slices.kinds[each.kind].size for each in islands) == 1
 
     def _memory(self, stages: Sequence[_Stage], micro: float, point: Composition) -> FloatArray:
         """State and activations of each layer on one device of each stage.
@@ -335,6 +354,7 @@ class Estimator:
             # [num_layers, num_stages]
         """
         slices, count = self.slices, len(stages)
+        count += slices.num_returns if count > 1 else 0
         sizes = (
             slices.parameter_bytes, slices.state_bytes, slices.held_bytes(point.recompute)
         )  # fmt: skip
@@ -353,7 +373,7 @@ class Estimator:
 
         Args:
             stage: The stage.
-            behind: Number of stages from it to the last, both included.
+            behind: Number of stages from it to the last, both included, and again after that.
             micro: Samples of a micro-batch.
             point: Composition with the micro-batches and the manner.
 
@@ -371,10 +391,15 @@ class Estimator:
         return whole / members, sliced / members, micro / stage.teams / members * in_flight
 
     def _message_seconds(self, stages: Sequence[_Stage], micro: float) -> float:
-        """Seconds of the slowest message of a micro-batch between stages, both ways at once."""
+        """Seconds of the slowest message of a micro-batch between stages, both ways at once.
+
+        An island on several hosts has neighbours on different ones.
+        """
         rates = (
             self.slices.hop_bytes_per_s(
-                (first.island.kind, second.island.kind), (first.hosts, second.hosts)
+                (first.island.kind, second.island.kind),
+                (first.hosts, second.hosts),
+                first.island == second.island and first.island.hosts == 1,
             )
             for first, second in pairwise(stages)
         )
@@ -523,7 +548,12 @@ def strategy_of(
         return strategy
     hidden = int(point.hides_messages)
     caps = [
-        caps_of_stages(pipeline.ranks, cluster.num_devices, hidden=hidden).in_flight
+        caps_of_stages(
+            pipeline.ranks,
+            cluster.num_devices,
+            hidden=hidden,
+            returns=num_returns(graph, pipeline.stages),
+        ).in_flight
         for pipeline in pipelines
     ]
     # Each device is in one pipeline, which alone sets its caps.

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -202,12 +203,17 @@ class CompositionSearch(PointSearch[Composition]):
     def _starts(self, structure: Structure) -> Iterator[Composition]:
         """Large teams or single devices, in few stages, with some numbers of micro-batches.
 
-        A micro-batch has a sample for every team.
+        They are on all hosts, or on one of each kind: between these a descent may stop at slow
+        links. A micro-batch has a sample for every team.
         """
-        for large in (True, False):
-            pools = tuple(
-                tuple(self._option(kind, large=large) for kind in kinds) for kinds in structure
+        starts = dict.fromkeys(
+            tuple(
+                tuple(self._option(kind, large=large, on_one=on_one) for kind in kinds)
+                for kinds in structure
             )
+            for on_one, large in product((False, True), (True, False))
+        )
+        for pools in starts:
             teams = sum(max(stage.teams for stage in stages_of(p, self.slices)) for p in pools)
             most = max(self.evaluator.graph.batch_size // teams, 1)
             for num_micro in dict.fromkeys(min(count, most) for count in (16, 64)):
@@ -215,9 +221,12 @@ class CompositionSearch(PointSearch[Composition]):
                     pools, self.variants.bounded(num_micro), *self.variants.manners[0]
                 )
 
-    def _option(self, kind: int, *, large: bool) -> Island:
+    def _option(self, kind: int, *, large: bool, on_one: bool = False) -> Island:
         """The first division of a kind into teams of the largest or the smallest size."""
         options = self.variants.options[kind]
+        if on_one:
+            fewest = min(island.hosts for island in options)
+            options = [island for island in options if island.hosts == fewest]
         members = (max if large else min)(island.members for island in options)
         return next(island for island in options if island.members == members)
 

@@ -5,6 +5,7 @@ everything before it, the last one everything after it. If a model repeats nothi
 a layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, AxisPlan, axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
-from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpRules
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
@@ -27,6 +28,7 @@ from heterog.strategy.layouts.stages import (
     NO_LAYER,
     layer_blocks,
     layers_of,
+    num_returns,
     stages_by_counts,
 )
 
@@ -131,31 +133,40 @@ class Slices:
         return float(self.held_bytes(recompute).sum())
 
     @kept
-    def all_seconds(self, kind: int, members: int, samples: int, recompute: Recompute) -> float:
+    def all_seconds(
+        self, kind: int, members: int, samples: int, recompute: Recompute, is_alone: bool
+    ) -> float:
         """``seconds`` of all layers."""
-        return float(self.seconds(kind, members, samples, recompute).sum())
+        return float(self.seconds(kind, members, samples, recompute, is_alone).sum())
 
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
 
     @cached_property
+    def num_returns(self) -> int:
+        """Stages through which values go again after the last, if there are several."""
+        return num_returns(self.evaluator.graph, self.layer_of_group)
+
+    @cached_property
     def boundary_bytes(self) -> float:
         """Bytes of a sample that go from one layer to the next."""
-        return boundary_bytes(self.evaluator.graph, self._layer_of_op)
+        return boundary_bytes(self.evaluator.tables, self.layer_of_group)
 
     @kept
-    def hop_bytes_per_s(self, kinds: tuple[int, int], hosts: tuple[int, int]) -> float:
+    def hop_bytes_per_s(
+        self, kinds: tuple[int, int], hosts: tuple[int, int], is_inside: bool
+    ) -> float:
         """Rate at which values get from the teams of one stage to those of the next.
 
-        If two kinds are in the same hosts, each team sends to a team on its own host. Stages of
-        one kind are on different hosts if the kind has several.
+        If two kinds are in the same hosts, each team sends to a team on its own host.
 
         Args:
             kinds: Kinds of machines of both stages.
             hosts: Number of hosts with devices of each stage.
+            is_inside: Whether both stages lie on one host of one kind.
         """
         ends = [self.kinds[kind] for kind in kinds]
-        if ends[0].hosts == ends[1].hosts and (ends[0] != ends[1] or len(ends[0].hosts) == 1):
+        if is_inside or (ends[0] != ends[1] and ends[0].hosts == ends[1].hosts):
             return ends[0].link_bytes_per_s * min(hosts)
         rates = [end.nic_bytes_per_s * count for end, count in zip(ends, hosts, strict=True)]
         return min(*rates, self.between_bytes_per_s(*kinds))
@@ -172,7 +183,9 @@ class Slices:
         return sum(rates) or np.inf
 
     @kept
-    def seconds(self, kind: int, members: int, samples: int, recompute: Recompute) -> FloatArray:
+    def seconds(
+        self, kind: int, members: int, samples: int, recompute: Recompute, is_alone: bool
+    ) -> FloatArray:
         """Seconds of each layer's forward and backward pass for a micro-batch on one team.
 
         Args:
@@ -180,13 +193,15 @@ class Slices:
             members: Number of devices of the team.
             samples: Samples of the micro-batch on this team.
             recompute: What layers recompute for the backward pass.
+            is_alone: Whether the strategy uses no other device.
 
         Returns:
             # [num_layers]
         """
         on = self.kinds[kind]
         links = on.link_bytes_per_s, on.link_latency_s
-        of_ops, sums = self._price(on.device_type, links, members, samples)
+        row = self.evaluator.prices.row(on.device_type, 1 if is_alone else 2)
+        of_ops, sums = self._price(row, links, members, samples)
         forward, backward, again = self._of_layers(of_ops, members, recompute)
         # Weight gradients take half of the backward pass and hide the team's sums.
         behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
@@ -206,18 +221,20 @@ class Slices:
 
     @kept
     def _price(
-        self, type_number: int, links: tuple[float, float], members: int, samples: int
+        self, row: int, links: tuple[float, float], members: int, samples: int
     ) -> tuple[FloatArray, FloatArray]:
-        """Seconds of ops, and of the sums of a team over links (bytes per second, latency).
+        """Seconds of ops by a row of ``PriceTable.models``, and of a team's sums over links.
+
+        Links are (bytes per second, latency).
 
         Returns:
             Seconds of each op.  # [num_ops]
             Forward and backward.  # [2, num_layers]
         """
         evaluator = self.evaluator
-        device_type = evaluator.cluster.device_types[type_number]
+        device_type, model = evaluator.prices.models[row]
         if members == 1:
-            of_ops = evaluator.cost_model.op_seconds(evaluator.graph, device_type, samples)
+            of_ops = model.op_seconds(evaluator.graph, device_type, samples)
             return of_ops, np.zeros((2, self.num_layers))
         plan = self._plan
         ruled = plan.op_axis != BATCH_AXIS
@@ -225,7 +242,7 @@ class Slices:
         part = 1.0 + plan.follows_batch * (samples / evaluator.graph.batch_size - 1.0)
         flops = (plan.flops_fixed + units * plan.flops_per_unit) * part[:, 0]
         moved = plan.bytes_fixed * part[:, 1] + units * plan.bytes_per_unit * part[:, 2]
-        of_ops = evaluator.cost_model.work_seconds(evaluator.graph, device_type, flops, moved)
+        of_ops = model.work_seconds(evaluator.graph, device_type, flops, moved)
         (summed, count), (bytes_per_s, latency_s) = self._summed, links
         share = samples / evaluator.graph.batch_size
         ring = 2.0 * (members - 1) / members * share / bytes_per_s
@@ -314,24 +331,31 @@ def layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray[
     )
 
 
-def boundary_bytes(graph: OpGraph, layers: npt.NDArray[np.int64]) -> float:
-    """Bytes of a sample that go from one layer to the next, the median of all boundaries.
+def sent_bytes(tables: GraphTables, stage_of_group: IntArray, num_stages: int) -> FloatArray:
+    """Bytes of a sample that each stage computes in its forward pass for a later stage.
 
     Args:
-        graph: One training step.
-        layers: Layer of each op, -1 for none; see ``layer_of_op``.  # [num_ops]
+        tables: Tables of the graph.
+        stage_of_group: Stage of every group, ascending.  # [num_groups]
+        num_stages: Number of stages.
+
+    Returns:
+        # [num_stages]
     """
-    crossing = np.zeros(max(layers, default=-1) + 1)
-    for index, op in enumerate(graph.ops):
-        layer = layers[index]
-        if op.phase != Phase.FORWARD or layer < 0:
-            continue
-        for tensor in graph.outputs[index]:
-            forward = [
-                layers[reader]
-                for reader in graph.consumers[tensor]
-                if graph.ops[reader].phase == Phase.FORWARD
-            ]
-            if max(forward, default=-1) > layer:
-                crossing[layer] += graph.tensor_bytes[tensor]
-    return float(np.median(crossing[:-1])) / graph.batch_size if len(crossing) > 1 else 0.0
+    group = tables.op_group[tables.value_op]
+    made_in = np.where(group >= 0, stage_of_group[group], num_stages)
+    forward = tables.op_is_backward[tables.value_op] == 0
+    goes_on = forward[tables.slot_value] & (
+        stage_of_group[tables.slot_group] > made_in[tables.slot_value]
+    )
+    goes_on &= np.diff(tables.remake_start) == 0  # other stages remake the rest from the batch
+    sent = np.unique(tables.slot_value[goes_on])
+    sizes = tables.value_bytes_per_unit[sent]
+    return np.bincount(made_in[sent], sizes, num_stages + 1)[:-1].astype(np.float64)
+
+
+def boundary_bytes(tables: GraphTables, layer_of_group: Sequence[int]) -> float:
+    """Bytes of a sample that go from one layer to the next, the median of all boundaries."""
+    num_layers = max(layer_of_group) + 1
+    sent = sent_bytes(tables, np.array(layer_of_group), num_layers)
+    return float(np.median(sent[:-1])) if num_layers > 1 else 0.0

@@ -26,7 +26,7 @@ from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.layouts.stages import layer_blocks
+from heterog.strategy.layouts.stages import layer_blocks, num_returns
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages
 from heterog.strategy.strategy import Decision, Keeps, Sync
 
@@ -170,13 +170,14 @@ class PlanMoves:
         numbers = [self._space.add(decision) for decision in decisions]
         starts = self._balanced(numbers)
         stages = [decision.devices for decision in decisions]
+        row = self._row(numbers, starts)
         return State(
-            row=self._row(numbers, starts),
+            row=row,
             bucket_bytes=state.bucket_bytes,
             first_bucket_bytes=state.first_bucket_bytes,
             micro_batches=self._space.micro_batches(micro),
             order=self._order(state, micro),
-            schedule=self._schedule(stages, micro),
+            schedule=self._schedule(stages, row, micro),
             blocks=self._blocks_of(decisions, starts),
         )
 
@@ -196,13 +197,19 @@ class PlanMoves:
             return ()
         return tuple(sorted({*self._blocks, *starts}))
 
-    def _schedule(self, stages: Sequence[Devices], micro: int) -> PipelineSchedule:
+    def _schedule(self, stages: Sequence[Devices], row: IntArray, micro: int) -> PipelineSchedule:
         schedule = AS_IT_COMES
         used = [device for devices in stages for device in devices]
         if micro > 1 and len(stages) > 1 and len(set(used)) == len(used):
             caps = int(self.rng.integers(3))
             if caps:
-                schedule = caps_of_stages(stages, self._cluster.num_devices, hidden=caps - 1)
+                stage_of_group = np.cumsum(np.diff(row, prepend=row[:1]) != 0)
+                schedule = caps_of_stages(
+                    stages,
+                    self._cluster.num_devices,
+                    hidden=caps - 1,
+                    returns=num_returns(self._graph, stage_of_group.tolist()),
+                )
         if len(stages) > 1 and self.rng.random() < 0.3:
             schedule = replace(schedule, splits_backward=True)
         return schedule
@@ -384,7 +391,7 @@ class PlanMoves:
         if state.micro_batches and self.rng.random() < 0.4:
             micro = len(state.micro_batches[0])
         stages = [decision.devices for decision in self._stages_of(state)]
-        schedule = self._schedule(stages, micro)
+        schedule = self._schedule(stages, state.row, micro)
         return state._replace(
             micro_batches=self._space.micro_batches(micro),
             order=self._order(state, micro),

@@ -25,9 +25,10 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.program import IntArray
 from heterog.memo import kept
 from heterog.methods.host_order import HostTraffic, annealed_order, hosts_by_kind
+from heterog.methods.islands.slices import sent_bytes
 from heterog.methods.megatron_grid import divisors, least_bytes, most_room, uniform_layouts
 from heterog.methods.pipette.communication import (
     COOLED,
@@ -129,8 +130,10 @@ class LayoutCosts:
         activation_bytes = self._activation_bytes * layout.micro_batch
         sums_s = _SUMS_PER_LAYER * layers * ring_payloads(layout.tp) * activation_bytes / inside
         slowest = max(
-            (self._passes_s(kind, layout.micro_batch, stage, layout.pp) for kind in
-             dict.fromkeys(cluster.type_index[device] for device in devices)),
+            (self._passes_s(row, layout.micro_batch, stage, layout.pp) for row in dict.fromkeys(
+                self._evaluator.prices.row(cluster.type_index[device], len(devices))
+                for device in devices
+            )),
             key=sum,
         )  # fmt: skip
         return UniformCosts(
@@ -145,10 +148,10 @@ class LayoutCosts:
         )
 
     def _passes_s(
-        self, kind: int, samples: int, stage_of_group: tuple[int, ...], num_stages: int
+        self, row: int, samples: int, stage_of_group: tuple[int, ...], num_stages: int
     ) -> tuple[float, float]:
         """Seconds of a forward and a backward pass of the slowest stage."""
-        forward, whole = self._evaluator.prices.seconds_of_groups(kind, samples)
+        forward, whole = self._evaluator.prices.seconds_of_groups(row, samples)
         passes = [
             np.bincount(stage_of_group, weights, num_stages)
             for weights in (forward, whole - forward)
@@ -168,28 +171,13 @@ class LayoutCosts:
         inside = self._layers >= 0
         of_layer = np.unique(np.stack([stage[inside], self._layers[inside]]), axis=1)
         counts = np.bincount(of_layer[0], minlength=num_stages)
-        messages = self._sent_bytes(stage, num_stages)
+        messages = sent_bytes(tables, stage, num_stages)
         return (
             tuple(stage.tolist()),
             float(messages.max(initial=0.0)),
             float(gradients.max(initial=0.0)),
             int(counts.max(initial=0)),
         )
-
-    def _sent_bytes(self, stage_of_group: IntArray, num_stages: int) -> FloatArray:
-        """Bytes of a sample that each stage computes in its forward pass for a later stage."""
-        tables = self._evaluator.tables
-        group = tables.op_group[tables.value_op]
-        made_in = np.where(group >= 0, stage_of_group[group], num_stages)
-        forward = tables.op_is_backward[tables.value_op] == 0
-        goes_on = forward[tables.slot_value] & (
-            stage_of_group[tables.slot_group] > made_in[tables.slot_value]
-        )
-        goes_on &= np.diff(tables.remake_start) == 0  # other stages remake the rest from the batch
-        sent = np.unique(tables.slot_value[goes_on])
-        sizes = tables.value_bytes_per_unit[sent]
-        summed = np.bincount(made_in[sent], sizes, num_stages + 1)[:-1]
-        return summed.astype(np.float64)
 
     @property
     def _activation_bytes(self) -> float:

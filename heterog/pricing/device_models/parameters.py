@@ -259,15 +259,12 @@ def in_training_of(type_name: str, *, is_alone: bool = False) -> InTraining:
 
     Args:
         type_name: Name of the device type.
-        is_alone: Whether the run uses one GPU; some types have other factors then. What other
-            types took is no reason to take longer than this one took beside exchanges.
+        is_alone: Whether the run uses one GPU, which then takes no longer than beside exchanges.
     """
     found = _of_type(_tables().in_training, type_name)
     if not is_alone:
         return found
-    alone = _of_type({ANY_TYPE: found, **_tables().alone}, type_name)
-    if alone.measured_on != ANY_TYPE or found.measured_on == ANY_TYPE:
-        return alone
+    alone = _of_type(_tables().alone, type_name)
     return replace(
         alone,
         products=min(found.products, alone.products),

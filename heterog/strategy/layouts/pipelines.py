@@ -12,7 +12,7 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import Keeps, attention_scores
 from heterog.strategy.layouts.experts import context_rules, expert_rules, groups_of_experts
 from heterog.strategy.layouts.layout import Dispatch, Recompute
-from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of
+from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of, num_returns
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
 from heterog.strategy.schedules import (
     AS_IT_COMES,
@@ -326,7 +326,8 @@ def _schedule(
             len(pipeline.micro_batches),
             num_devices=num_devices,
         )
-        parts.append(stated if manner.keeps_turns else as_caps(stated))
+        returns = num_returns(graph, pipeline.stages)
+        parts.append(stated if manner.keeps_turns else as_caps(stated, returns))
     starts = {
         group
         for pipeline in pipelines

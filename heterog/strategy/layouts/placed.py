@@ -229,7 +229,7 @@ def _remarks(
         if layout.schedule_name != "1f1b" and sizes.num_micro > 1:
             remarks.append(
                 f"Inside a turn that would wait for later stages, so {layout.schedule_name} keeps "
-                "its micro-batches in flight here, but not its order of turns."
+                "its micro-batches in flight here, and two more, but not its order of turns."
             )
     if layout.zero and sizes.dp_replicate == sizes.dp > 1:
         remarks.append(

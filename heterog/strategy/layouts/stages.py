@@ -205,6 +205,20 @@ def shared_across_stages(graph: OpGraph, stages: Sequence[int]) -> tuple[str, ..
     return tuple(found)
 
 
+def num_returns(graph: OpGraph, stages: Sequence[int]) -> int:
+    """Stages through which values go again after the last one, if an earlier one shares a weight.
+
+    The head then runs on the first stage: a micro-batch goes from the last stage to the first and
+    back before its backward pass begins. With the caps of 1F1B alone, whose last stage has one
+    micro-batch in flight, micro-batches would go around one after another.
+
+    Args:
+        graph: One training step.
+        stages: Stage of each group.  # [num_groups]
+    """
+    return 2 if shared_across_stages(graph, stages) else 0
+
+
 @lru_cache(maxsize=16)
 def _forward_reads(graph: OpGraph) -> tuple[tuple[int, int], ...]:
     """Pairs of groups, reader and maker, between which the forward pass moves values."""
