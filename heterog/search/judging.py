@@ -25,6 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from heterog.errors import ConformanceError, StrategyError
 from heterog.methods.planner import (
     Budget,
     Candidate,
@@ -270,9 +271,17 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
         if searching.seconds is not None:
             searching = searching.part(1.0 - JUDGED_PART)
         result = planner.plan(replace(problem, budget=searching))
+    if not isinstance(result, PlanResult):
+        raise ConformanceError(
+            f"{planner.name}: plan() returns {type(result).__name__}; return a "
+            "heterog.methods.planner.PlanResult."
+        )
     searched_s = spending.seconds if result.search_seconds is None else result.search_seconds
     is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (problem.budget.seconds or math.inf)
-    judged = _judged(planner, problem, result, spending)
+    try:
+        judged = _judged(planner, problem, result, spending)
+    except StrategyError as error:
+        raise StrategyError(f"a candidate of {planner.name} is no legal plan: {error}") from error
     is_starved = is_cut and result.num_evaluations < STARVED
     notes = [result.note] * bool(result.note)
     if is_starved:
