@@ -237,6 +237,13 @@ class Wrong(Planner):
         return PlanResult(candidates=(candidate,), num_evaluations=1)
 
 
+def test_a_search_without_time_says_nothing_about_its_points() -> None:
+    """What a method would say if no point made sense is no reason where none was tried."""
+    row = run_method(built_in_methods()["poplar"], problem(budget="0.000001ms"))
+    assert row.outcome == "not_applicable"
+    assert row.shortage == "its part of the budget was over before it had a strategy"
+
+
 @pytest.mark.parametrize(
     ("is_list", "text"),
     [
