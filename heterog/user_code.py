@@ -167,8 +167,8 @@ def callable_in(path: Path, name: str) -> object:
             if (inspect.isfunction(value) or inspect.isclass(value))
             and value.__module__ == module.__name__
         )
-        has = f"it has {', '.join(own)}" if own else "it has no function"
-        raise InputFileError(f"{path}: there is no function '{name}'; {has}.")
+        has = f"it has {', '.join(own)}" if own else "it has no function and no class"
+        raise InputFileError(f"{path}: there is no '{name}'; {has}.")
     return found
 
 

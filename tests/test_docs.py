@@ -595,7 +595,7 @@ def test_a_default_in_the_help_is_that_of_the_code(
     found, _ = find_command([command])
     (param,) = [param for param in found.params if option in param.opts]
     if param.default is None:
-        assert param.help.endswith(f"; {value}")
+        assert param.help.endswith(f"; {value} if not given")
     else:
         assert param.default == value
 

@@ -26,7 +26,7 @@ from heterog.agents.sources import PairSource
 from heterog.agents.ways import draw_in, make_ways
 from heterog.envs.pair import Pair
 from heterog.envs.reward import RewardFunction, reward_of
-from heterog.errors import HeterogError, HeterogWarning, InputFileError
+from heterog.errors import ConformanceError, HeterogError, HeterogWarning, InputFileError
 from heterog.garbage import settled
 from heterog.methods.planner import Budget
 from heterog.names import own_name
@@ -337,6 +337,11 @@ class Trainer:
 
     def _log(self, terms: Mapping[str, float], begin: float) -> None:
         """Log the results of a step."""
+        if not isinstance(terms, Mapping):
+            raise ConformanceError(
+                f"{type(self.learner).__name__}: advance() returns {type(terms).__name__}; "
+                "return numbers to log, such as {'reward': 0.5}."
+            )
         rate = self.num_evaluations / max(time.perf_counter() - begin, 1e-9)
         learning_rate = self.config.rate_at(self.step)
         about = {"evaluations_per_s": rate, "learning_rate": learning_rate}
@@ -481,8 +486,14 @@ def check_settings(config: TrainingConfig, reward: RewardFunction) -> None:
         warnings.warn(f"{ignored}.", HeterogWarning, stacklevel=3)
 
 
+_COUNTS = ("step", "num_evaluations")
+
+
 def _words(numbers: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+    return ", ".join(
+        f"{name} {value:,.0f}" if name in _COUNTS else f"{name} {value:.3f}"
+        for name, value in numbers.items()
+    )
 
 
 def _copy(policy: Policy) -> dict[str, torch.Tensor]:

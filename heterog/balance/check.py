@@ -398,9 +398,9 @@ _RANDOM = (
 
 
 _DOUBT = (
-    "Ranks take something from their own samples, and that may change weights by less than is "
-    "told from rounding here. Do as the warning says. (Less is taken for rounding where a script "
-    "computes in 32 bits, without autocast.)"
+    "Ranks take something from their own samples, and that may change weights by less than can "
+    "be told from rounding here. Do as the warning says. (Less is taken for rounding where a "
+    "script computes in 32 bits, without autocast.)"
 )
 
 
@@ -421,8 +421,8 @@ def _judged(
     what = "weights and buffers" if found.is_last else f"gradients of update {found.place + 1}"
     seen = (
         f"the first gradients differ by {apart:.1e} of their norm, where rounding may make "
-        f"{found.allowed:.1e}; in later ones, weights and buffers, less than {found.bound:.2%} is "
-        "not told from rounding."
+        f"{found.allowed:.1e}; in later ones, weights and buffers, differences below "
+        f"{found.bound:.2%} cannot be told from rounding."
     )
     if noise is None and doubts:
         answer, advice = "undecided", _DOUBT

@@ -46,12 +46,19 @@ def calibrate(
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option("--model", help="of all runs: zoo name, file.py:function or a graph")
+        str,
+        typer.Option(
+            "--model",
+            help="with --runs, the model of all rows: a name of 'heterog models', "
+            "file.py:function or a graph",
+        ),
     ] = "",
     cluster: Annotated[
         str,
         typer.Option(
-            "--cluster", help="whose links were measured, if not in the file; of all runs"
+            "--cluster",
+            help="cluster of the measured links, if not in the file; with --runs, that "
+            "of all rows",
         ),
     ] = "",
     as_json: JsonOption = False,
@@ -176,7 +183,10 @@ def fidelity(
         ),
     ],
     model: Annotated[
-        str, typer.Option("--model", help="of all rows: zoo name, file.py:function or a graph")
+        str,
+        typer.Option(
+            "--model", help="of all rows: a name of 'heterog models', file.py:function or a graph"
+        ),
     ] = "",
     cluster: Annotated[
         str, typer.Option("--cluster", help="of all rows: a preset or a cluster file")
@@ -262,8 +272,8 @@ def profile(
 ) -> None:
     """Measure models on this machine or a testbed.
 
-    Started by torchrun it measures on all ranks. What is done is kept beside the output, and the
-    same command goes on with it.
+    Started by torchrun it measures on all ranks. Finished work is kept beside the output; the
+    same command continues it.
     """
     import os
 
@@ -382,7 +392,7 @@ def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) ->
         f"{summary['num_ops']:,} ops of {', '.join(models)} on {', '.join(types)} in "
         f"{len(measured.ops):,} measurements, {len(measured.links):,} of links -> {output}",
         *(
-            f"{step['model']}, {step['samples']} samples on {step['device_type']}: "
+            f"{step['model']}, batch {step['samples']}, on {step['device_type']}: "
             f"{format_seconds(step['step_time_s'])} a step, at most "
             f"{format_bytes(step['peak_memory_bytes'])}"
             for step in summary["steps"]

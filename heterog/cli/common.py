@@ -73,7 +73,7 @@ OrderOption = Annotated[
     str,
     typer.Option(
         "--order",
-        help="of methods that search: best, fifo, rank or program",
+        help="order of tasks in methods that search: best, fifo, rank or program",
         autocompletion=completion.among(completion.ORDERS),
     ),
 ]
@@ -95,7 +95,7 @@ AsynchronousOption = Annotated[
     str,
     typer.Option(
         "--asynchronous",
-        help="also plan what gives other weights than one device: average=H[,delay=D]"
+        help="also plan training whose weights differ from one device's: average=H[,delay=D]"
         "[,weights=equal][,rate=0.7,momentum=0.9], islands that average every H steps, "
         "server=TAU[,order=arrival], teams that push gradients to a server, TAU steps apart "
         "at most, or stash=K[,micro_batches=M], stages of a pipeline that do not wait and keep "
@@ -107,7 +107,7 @@ PolicyOption = Annotated[
     str,
     typer.Option(
         "--policy",
-        help="default, heldout, or policy.pt: what agents ask",
+        help="network of the agents: default, heldout, or policy.pt",
         autocompletion=completion.policies,
     ),
 ]
@@ -118,7 +118,7 @@ WorkersOption = Annotated[
     str, typer.Option("--workers", help="processes, or ray or ray:N for a Ray cluster")
 ]
 SeedOption = Annotated[
-    int, typer.Option("--seed", min=0, max=2**63 - 1, help="of everything random")
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="seed of all random choices")
 ]
 SourceOption = Annotated[
     list[str] | None,

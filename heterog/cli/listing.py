@@ -139,7 +139,7 @@ def capture(
         summary,
         f"{graph.name}: {summary['num_ops']:,} ops ({summary['num_kernels']:,} kernels), "
         f"{graph.num_parameters:,} parameters, batch {graph.batch_size}, "
-        f"{summary['flops'] / 1e12:.2f} TFLOP and {format_bytes(summary['bytes_moved'])} moved "
+        f"{summary['flops'] / 1e9:,.1f} GFLOP and {format_bytes(summary['bytes_moved'])} moved "
         f"per step, {format_bytes(summary['peak_live_bytes'])} at the peak on one device, "
         f"{summary['num_groups']} groups; {seconds:.1f} s -> {output}",
         *[f"without a sharding rule, run replicated: {unruled}"] * bool(unruled),

@@ -88,7 +88,10 @@ def plan(
     no_step_barrier: NoBarrierOption = False,
     robust: Annotated[
         bool,
-        typer.Option("--robust", help="of plans that are about as fast, the one that loses least"),
+        typer.Option(
+            "--robust",
+            help="of plans about as fast, the one that loses least if predictions are off",
+        ),
     ] = False,
     layout: LayoutOption = "",
     objective: ObjectiveOption = "time",
@@ -106,11 +109,13 @@ def plan(
         ),
     ] = "",
     background_batch: Annotated[
-        int | None, typer.Option("--background-batch", help="its samples per device")
+        int | None, typer.Option("--background-batch", help="samples of that job per device")
     ] = None,
     slow_down: Annotated[
         float | None,
-        typer.Option("--slow-down", help="most that it may lengthen a step, as a factor; 1.1"),
+        typer.Option(
+            "--slow-down", help="largest factor by which it may lengthen a step; 1.1 if not given"
+        ),
     ] = None,
     lossy: Annotated[
         str,
@@ -121,7 +126,9 @@ def plan(
     ] = "",
     lossy_target: Annotated[
         float | None,
-        typer.Option("--lossy-target", help="seconds per step; top_k then keeps what it can"),
+        typer.Option(
+            "--lossy-target", help="seconds per step; top_k then keeps as many values as it can"
+        ),
     ] = None,
     policy: PolicyOption = "",
     encoder: EncoderOption = "",
@@ -252,7 +259,7 @@ def _tell_overrun(capture_s: float, budget: "Budget") -> None:
     if budget.seconds is not None and capture_s > max(budget.seconds, NOTICED_S):
         warnings.warn(
             f"capturing the model took {format_seconds(capture_s)}, more than the budget of "
-            f"{budget}, which is for all that follows. heterog capture keeps the graph in a file.",
+            f"{budget}, which begins now; 'heterog capture' keeps the graph for later plans.",
             HeterogWarning,
             stacklevel=2,
         )

@@ -199,17 +199,24 @@ def run(
         CHECKPOINT,
     ] = None,
     checkpoint_every: Annotated[
-        str, typer.Option("--checkpoint-every", help="with --checkpoint: time between them; 60s")
+        str,
+        typer.Option(
+            "--checkpoint-every", help="with --checkpoint: time between two; 60s if not given"
+        ),
     ] = "",
     back_after: Annotated[
         str,
-        typer.Option("--back-after", help="with --heal: try a lost device again; 60s, 0s never"),
+        typer.Option(
+            "--back-after",
+            help="with --heal: try a lost device again after 60s, or this time; 0s: never",
+        ),
     ] = "",
     slow_factor: Annotated[
         float | None,
         typer.Option(
             "--slow-factor",
-            help="with --heal: times its planned time from which a device is slow; 1.5, 0 never",
+            help="with --heal: a device is slow if it takes this many times its planned time; "
+            "1.5 if not given, 0: none ever is",
         ),
     ] = None,
     improve: Annotated[

@@ -58,7 +58,8 @@ def train(
     models: ModelsOption,
     output: Annotated[Path, typer.Option("-o", "--output", help="policy.pt"), POLICY],
     clusters: Annotated[
-        str, typer.Option("--clusters", help="names or files with commas; generated: new ones")
+        str,
+        typer.Option("--clusters", help="names or files, with commas; 'generated' draws new ones"),
     ] = "generated",
     algorithm: Annotated[
         str,
@@ -89,17 +90,22 @@ def train(
         ),
     ] = _DEFAULTS.search_evaluations,
     budget: Annotated[
-        str, typer.Option("--budget", help="ends it before its steps: 10m, or 5000e (evaluations)")
+        str, typer.Option("--budget", help="an earlier end: after 10m, or 5000e (evaluations)")
     ] = "",
     max_devices: Annotated[
-        int | None, typer.Option("--max-devices", min=2, help="of generated clusters; 32")
+        int | None,
+        typer.Option(
+            "--max-devices", min=2, help="most devices of generated clusters; 32 if not given"
+        ),
     ] = None,
     logdir: Annotated[Path | None, typer.Option("--logdir", help="for TensorBoard"), CACHE] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="file renewed while training"), TRAINING
+        Path | None,
+        typer.Option("--checkpoint", help="file that is rewritten while training, for --resume"),
+        TRAINING,
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="checkpoint to go on from, with more --steps")
+        Path | None, typer.Option("--resume", help="checkpoint to continue, with more --steps")
     ] = None,
     initial: Annotated[str, typer.Option("--initial", help="policy to begin with")] = "",
     graphs: Annotated[
@@ -240,9 +246,9 @@ def _words(result: "TrainingResult", output: Path, search: int) -> str:
     reached = ""
     if result.after:
         reached = (
-            f"best of 16 draws over search on pairs that nothing was chosen by, before "
-            f"{result.before['best_of_16']:.3f}, after {result.after['best_of_16']:.3f} "
-            f"(1 is as good as {search} evaluations); "
+            f"on pairs kept for this test, the best of 16 draws takes "
+            f"{result.after['best_of_16']:.3f} times as long a step as the plan of a search with "
+            f"{search} evaluations ({result.before['best_of_16']:.3f} before training); "
         )
     return (
         f"{output}: {reached}{_rewards(result.history)}{result.num_evaluations:,} evaluations in "
@@ -290,7 +296,7 @@ def agents(
         typer.Option(
             "--methods",
             help="random, annealing, tpe, cma_es, tree, heterog_agent, gdp, placeto, ppo, "
-            "maskable_ppo, thumb, untrained, or as of compare",
+            "maskable_ppo, thumb, untrained, or as for 'heterog compare'",
         ),
     ] = ROWS,
     budget: Annotated[
@@ -301,7 +307,9 @@ def agents(
     ] = "10",
     results: Annotated[
         Path,
-        typer.Option("--results", help="file of runs, which goes on; graphs beside it"),
+        typer.Option(
+            "--results", help="file of runs, which is added to; graphs are kept beside it"
+        ),
         LINES,
     ] = Path("board.jsonl"),
     report: Annotated[
@@ -309,7 +317,7 @@ def agents(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare methods on a suite; what was stopped goes on."""
+    """Compare methods on a suite; the same command continues a stopped run."""
     asked = _seeds(seeds)
     suites = suite.split(",")
     if report is not None and len(suites) > 1:
@@ -396,7 +404,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The board in words, best first."""
     if not rows:
         return ["no pair has a run of every method, one of which fits"]
-    title = f"{rows[0]['pairs']} pairs, {rows[0]['seeds']} seeds; 1 is the best known step"
+    counts = f"pairs: {rows[0]['pairs']}, seeds: {rows[0]['seeds']}"
+    title = f"{counts}; a quality of 1 is the best known step"
     lines = [title, f"{'method':20} {'quality':22} {'beats the first':22} {'CPU':>9} evaluations"]
     for row in rows:
         quality, beats = (
@@ -488,7 +497,7 @@ def evaluate(
                     f"{name} {'does not fit' if value is None else f'{value:.3f}'}"
                     for name, value in summary(found.rows).items()
                 )
-                print_line(f"over the best search: {shown}")
+                print_line(f"step time over that of 'search': {shown}")
     if as_json:
         print_json({"policy": policy, "rows": documents})
 
@@ -497,7 +506,7 @@ def dataset(
     folder: Annotated[Path, typer.Argument(help="folder of solved pairs, added to"), CACHE],
     models: ModelsOption,
     clusters: ClustersOption,
-    methods: Annotated[str, typer.Option("--methods", help="as of compare")] = "auto",
+    methods: Annotated[str, typer.Option("--methods", help="as for 'heterog compare'")] = "auto",
     budget: BudgetOption = "30s",
     seed: SeedOption = 0,
     as_json: JsonOption = False,

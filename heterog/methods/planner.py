@@ -519,9 +519,14 @@ class PointSearch(ABC, Generic[Point]):
                 for point in best
             ),
             num_evaluations=self.spending.evaluations,
-            reason="" if best else self.why_nothing,
+            reason="" if best or self._was_cut_first else self.why_nothing,
             note=self.in_words(best[0]) if best else "",
         )
+
+    @property
+    def _was_cut_first(self) -> bool:
+        """Whether time was up before any point was tried, so that nothing is known of them."""
+        return self.spending.is_cut and not self.found and not self.refused
 
     def ask(self, point: Point) -> Evaluation | None:
         """Evaluate a point in its first order while the budget lasts.

@@ -124,11 +124,13 @@ class DeviceColumn:
 
     Attributes:
         head: Name of the host, or number and type of the devices.
+        host: Name of the host; empty for the devices of several.
         kind: Number and type of the devices.
         devices: Indices of the devices.
     """
 
     head: str
+    host: str = ""
     kind: str
     devices: Sequence[int]
 
@@ -141,6 +143,7 @@ def columns_by_host(cluster: Cluster) -> tuple[DeviceColumn, ...]:
         columns += [
             DeviceColumn(
                 head=host.name if len(by_type) == 1 else f"{host.name} {kind}",
+                host=host.name,
                 kind=f"{len(devices)} {kind}",
                 devices=devices,
             )
@@ -162,10 +165,11 @@ def _by_type(cluster: Cluster, devices: Iterable[int]) -> dict[str, list[int]]:
 
 
 def legend(columns: Sequence[DeviceColumn]) -> str:
-    """The devices of the columns: ``"A: 2 V100-16GB; B, C: 2 T4 each"``."""
-    alike = grouped((column.kind, column.head) for column in columns)
+    """The devices of the columns by host: ``"A: 2 V100-16GB, 1 T4; B, C: 2 T4 each"``."""
+    kinds = grouped((column.host, column.kind) for column in columns)
+    alike = grouped((", ".join(has), host) for host, has in kinds.items())
     return "; ".join(
-        f"{_hosts(heads)}: {kind}{' each' * (len(heads) > 1)}" for kind, heads in alike.items()
+        f"{_hosts(hosts)}: {has}{' each' * (len(hosts) > 1)}" for has, hosts in alike.items()
     )
 
 

@@ -560,8 +560,8 @@ def _limits(explanation: Explanation, most_places: int) -> str:
         place, most = max(places.items(), key=lambda entry: entry[1])
         words = f"{percent(seconds / whole)} {_LIMITS[limit]}"
         if place and number < most_places:
-            where = f"{_ON[limit]} {place}"
-            words += f" ({percent(most / whole)} {where})" if len(places) > 1 else f" {where}"
+            where, part = f"{_ON[limit]} {place}", percent(most / whole)
+            words += f" {where}" if part == percent(seconds / whole) else f" ({part} {where})"
         said.append(words)
     text = ", ".join(said)
     if explanation.fit.is_ok:

@@ -41,7 +41,13 @@ def check_planner(planner: Planner, evaluator: Evaluator | None = None) -> None:
 
 def check_name_and_stage(planner: Planner, evaluator: Evaluator | None = None) -> None:
     """A method has a name, a stage of ``planner.STAGES``, and a way to plan."""
-    name, stage = getattr(planner, "name", None), getattr(planner, "stage", None)
+    missing = [word for word in ("name", "stage", "plan") if not hasattr(planner, word)]
+    if missing:
+        raise ConformanceError(
+            f"{type(planner).__name__} has no {' and no '.join(missing)}; a method is a class "
+            "with a name, a stage and plan(problem), see heterog.methods.planner.Planner."
+        )
+    name, stage = planner.name, planner.stage
     fault = name_fault(name) if isinstance(name, str) else "is no text"
     if fault is None and ("," in str(name) or name == AUTO):
         fault = f"has a comma, or is '{AUTO}'; commas separate the names of methods"
@@ -49,8 +55,6 @@ def check_name_and_stage(planner: Planner, evaluator: Evaluator | None = None) -
         raise ConformanceError(f"{type(planner).__name__} has the name {name!r}, which {fault}.")
     if stage not in STAGES:
         raise ConformanceError(f"{name} has the stage {stage!r}; known are {', '.join(STAGES)}.")
-    if not callable(getattr(planner, "plan", None)):
-        raise ConformanceError(f"{name} has no method 'plan(problem)'.")
 
 
 def check_strategies(planner: Planner, evaluator: Evaluator) -> None:

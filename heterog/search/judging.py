@@ -25,6 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from heterog.errors import ConformanceError, StrategyError
 from heterog.methods.planner import (
     Budget,
     Candidate,
@@ -266,13 +267,13 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
     # A method that ignores its limits is interrupted after 1.1 budgets, without a result.
     whole = problem.budget if problem.budget.seconds is None else problem.budget.part(1.1)
     with replace(problem, budget=whole).spend().limits():
-        searching = problem.budget
-        if searching.seconds is not None:
-            searching = searching.part(1.0 - JUDGED_PART)
-        result = planner.plan(replace(problem, budget=searching))
+        result = _planned(planner, problem)
     searched_s = spending.seconds if result.search_seconds is None else result.search_seconds
     is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (problem.budget.seconds or math.inf)
-    judged = _judged(planner, problem, result, spending)
+    try:
+        judged = _judged(planner, problem, result, spending)
+    except StrategyError as error:
+        raise StrategyError(f"a candidate of {planner.name} is no legal plan: {error}") from error
     is_starved = is_cut and result.num_evaluations < STARVED
     notes = [result.note] * bool(result.note)
     if is_starved:
@@ -315,6 +316,24 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
 
 
 _OUT_OF_TIME = "its part of the budget was over before it had a strategy"
+
+
+def _planned(planner: Planner, problem: Problem) -> PlanResult:
+    """The result of a method, which leaves seconds for the referee.
+
+    Raises:
+        ConformanceError: a method of a user returns something else.
+    """
+    searching = problem.budget
+    if searching.seconds is not None:
+        searching = searching.part(1.0 - JUDGED_PART)
+    result = planner.plan(replace(problem, budget=searching))
+    if not isinstance(result, PlanResult):
+        raise ConformanceError(
+            f"{planner.name}: plan() returns {type(result).__name__}; return a "
+            "heterog.methods.planner.PlanResult."
+        )
+    return result
 
 
 def _judged(

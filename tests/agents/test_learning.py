@@ -509,6 +509,10 @@ class Mine(Learner):
         self.policy.prior.data += 1.0
         return {"done": step + 1.0}
 
+class Silent(Learner):
+    def advance(self, step):
+        pass
+
 class Other:
     pass
 """
@@ -521,5 +525,10 @@ def test_a_learner_of_a_file_learns(tmp_path: Path) -> None:
     first = trainer.policy.prior.tolist()
     result: TrainingResult = trainer.run()
     assert result.checkpoint.policy.prior.tolist() == [each + 3.0 for each in first]
+    silent = replace(settings, algorithm=f"{tmp_path}/mine.py:Silent")
+    with pytest.raises(
+        HeterogError, match=r"Silent: advance\(\) returns NoneType; return numbers"
+    ):
+        Trainer(source(), silent, NETWORK).run()
     with pytest.raises(HeterogError, match=r"no subclass of heterog\.agents\.learner"):
         learner_of(f"{tmp_path}/mine.py:Other")

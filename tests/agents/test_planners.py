@@ -35,10 +35,11 @@ from heterog.methods.registry import built_in_methods
 from heterog.search.allotment import (
     Allotment,
 )
+from heterog.search.conformance import check_planner
 from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
-from heterog.strategy.strategy import Decision, Sync
+from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipelined_pair
 from tests.search.asking import run_methods
 
@@ -351,13 +352,26 @@ def test_heldout_beats_an_untrained_policy_and_random_draws() -> None:
     assert mean["trained"] < mean["untrained"] < mean["random"]
 
 
+def names_after_the_examples_of(page: str) -> dict[str, object]:
+    """The names that a page's examples define, run one after the other."""
+    names: dict[str, object] = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+def test_the_examples_of_the_page_about_methods_run() -> None:
+    names = names_after_the_examples_of("reference/methods.md")
+    assert isinstance(names["strategy"], Strategy)
+    method = names["Fastest"]
+    assert isinstance(method, type)
+    check_planner(method())
+
+
 def test_the_examples_of_the_research_page_run() -> None:
-    text = (ROOT / "docs" / "research.md").read_text()
-    names: dict[str, object] = {"__name__": "research"}
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) >= 6
-    for block in blocks:
-        exec(compile(block, "docs/research.md", "exec"), names)
+    assert {"Thumb", "paper_reward", "WithRoom", "Features", "Evolution", "result"} <= set(
+        names_after_the_examples_of("research.md")
+    )
     from heterog.agents.encoder import ENCODERS
 
     del ENCODERS["features"]

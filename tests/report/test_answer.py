@@ -239,3 +239,5 @@ def test_names_of_ranges() -> None:
         ranges = explain(plan, changes=False).decided.ranges
         assert [range_name(each) for each in ranges] == names
     assert legend(columns_by_host(cluster)) == "A, B: 1 T4 each"
+    several = cluster_of((10.0, ["T4", "V100-16GB", "T4"]), (10.0, ["T4"]))
+    assert legend(columns_by_host(several)) == "A: 2 T4, 1 V100-16GB; B: 1 T4"

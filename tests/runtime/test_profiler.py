@@ -232,7 +232,7 @@ def test_a_share_that_does_not_fit_is_left_out(
         profile_local([model], own_journal(tmp_path / "journal", "CPU"), "CPU", tell=told.append)
         == []
     )
-    assert "workload: 192 samples do not fit on CPU; left out" in told
+    assert "workload: batch 192 does not fit on CPU; left out" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

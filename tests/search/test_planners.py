@@ -33,6 +33,7 @@ from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.model_parallel import balanced_chain
 from heterog.methods.planner import (
     Budget,
+    Candidate,
     MethodRow,
     Planner,
     PlanResult,
@@ -166,7 +167,7 @@ def test_a_planner_needs_a_way_to_plan() -> None:
     class Idle:
         name, stage = "idle", "search"
 
-    with pytest.raises(ConformanceError, match=r"idle has no method 'plan\(problem\)'"):
+    with pytest.raises(ConformanceError, match="Idle has no plan; a method is a class"):
         check_planner(Idle())  # type: ignore[arg-type]
 
 
@@ -199,6 +200,8 @@ def test_a_method_from_a_file(tmp_path: Path) -> None:
         "    name = 'ddp'\n"
         "class Asks(Mine):\n"
         "    def __init__(self, width): pass\n"
+        "class Nothing:\n"
+        "    pass\n"
     )
     known = built_in_methods()
     own = load_planner(f"{file}:Mine", known)
@@ -211,10 +214,46 @@ def test_a_method_from_a_file(tmp_path: Path) -> None:
     for name, text in (
         ("Taken", "is named 'ddp', as a method that there is already"),
         ("Asks", r"cannot be made without arguments: TypeError: .*'width'"),
-        ("Gone", r"there is no function 'Gone'; it has Asks, Mine, Taken"),
+        ("Nothing", "Nothing has no name and no stage and no plan; a method is a class with"),
+        ("Gone", r"there is no 'Gone'; it has Asks, Mine, Nothing, Taken"),
     ):
         with pytest.raises(HeterogError, match=text):
             load_planner(f"{file}:{name}", known)
+
+
+class Wrong(Planner):
+    """A method whose candidate gives two of the batch's samples, or that returns a list."""
+
+    name, stage = "wrong", "search"
+
+    def __init__(self, *, is_list: bool) -> None:
+        self._is_list = is_list
+
+    def plan(self, problem: Problem) -> PlanResult:
+        if self._is_list:
+            return []  # type: ignore[return-value]
+        strategy = uniform_strategy(problem.evaluator, Decision(devices=(0, 1), shares=(1, 1)))
+        candidate = Candidate(strategy=strategy, orders=problem.orders)
+        return PlanResult(candidates=(candidate,), num_evaluations=1)
+
+
+def test_a_search_without_time_says_nothing_about_its_points() -> None:
+    """What a method would say if no point made sense is no reason where none was tried."""
+    row = run_method(built_in_methods()["poplar"], problem(budget="0.000001ms"))
+    assert row.outcome == "not_applicable"
+    assert row.shortage == "its part of the budget was over before it had a strategy"
+
+
+@pytest.mark.parametrize(
+    ("is_list", "text"),
+    [
+        (True, r"wrong: plan\(\) returns list; return a .*PlanResult"),
+        (False, r"a candidate of wrong is no legal plan: .*2 samples in all"),
+    ],
+)
+def test_what_a_method_does_wrong_is_said_with_its_name(is_list: bool, text: str) -> None:
+    with pytest.raises(HeterogError, match=text):
+        run_method(Wrong(is_list=is_list), problem("5e"))
 
 
 def test_the_four_baselines_are_what_the_paper_says() -> None:

@@ -601,11 +601,11 @@ def test_a_name_written_otherwise_is_no_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_whose_measurements_price_its_kernels() -> None:
-    types = [device_type(name) for name in ("H100", "T4", "MI300X", "CPU")]
+    types = [device_type(name) for name in ("H100", "T4", "MI300X", "CPU", "P40")]
     assert provenance(types) == (
-        "H100: float32, 16 bit, 8 bit products as measured, the rest as on other types; "
-        "T4: float32, 16 bit products, elementwise, layer norm, softmax as measured, the rest as "
-        "on other types; MI300X: as on other types; CPU: roofline"
+        "H100: float32, 16 bit, 8 bit products measured, the rest inferred from other types; "
+        "T4: float32, 16 bit products, elementwise, layer norm, softmax measured, the rest "
+        "inferred from other types; MI300X, P40: inferred from other types; CPU: roofline"
     )
 
 

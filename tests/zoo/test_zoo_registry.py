@@ -219,7 +219,7 @@ def test_an_edited_user_file_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "batch_size", "text"),
     [
-        ("absent", None, r"mine\.py: there is no function 'absent'; it has fails, fixed, needs"),
+        ("absent", None, r"mine\.py: there is no 'absent'; it has fails, fixed, needs"),
         ("fails", None, r"mine\.py:\d+: ValueError: three is a crowd$"),
         ("wrong", None, r"mine\.py: 'wrong' returned int, not a heterog Workload\."),
         ("fixed", 2, r"a batch size of 2 was asked for, but 'fixed' does not take one"),
@@ -244,7 +244,7 @@ def test_user_function_errors(
         ("import no_such_package\n", r"mine\.py:1: ModuleNotFoundError: No module named"),
         ("raise KeyError\n", r"mine\.py:1: KeyError$"),
         ("import sys\n\nsys.exit(0)\n", r"mine\.py:3: SystemExit: 0 ends the program; heterog "),
-        ("x = 1\n", r"mine\.py: there is no function 'f'; it has no function\."),
+        ("x = 1\n", r"mine\.py: there is no 'f'; it has no function and no class\."),
     ],
 )
 def test_user_file_errors(content: str, text: str, tmp_path: Path) -> None:

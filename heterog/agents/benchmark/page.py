@@ -37,7 +37,8 @@ def write_board_page(path: Path, title: str, scored: Scored) -> None:
             "no pair has a run of every method yet, one of which fits; run the board first."
         )
     arms = [row["arm"] for row in rows]
-    under = f"{len(scored.pairs)} pairs, {scored.num_seeds} seeds; 1 is the best known step time"
+    counts = f"pairs: {len(scored.pairs)}, seeds: {scored.num_seeds}"
+    under = f"{counts}; a quality of 1 is the best known step time"
     numbers = (
         section("arms", "Quality beside time", _table(rows), note=under),
         section(

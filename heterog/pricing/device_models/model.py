@@ -15,6 +15,7 @@ from heterog.cluster.catalog import listed_name, listed_type, product_peak
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster, Execution, Tf32
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel, ChannelKind
 from heterog.pricing.cost_model import ChannelSeconds, over_measured_nics
 from heterog.pricing.device_models.fusion import fused_kernels
@@ -236,10 +237,11 @@ def provenance(device_types: Sequence[DeviceType]) -> str:
 
     >>> from heterog.cluster.catalog import device_type
     >>> provenance([device_type("L40S"), device_type("RTX-3090"), device_type("CPU")])
-    'L40S: 16 bit, 8 bit products as measured, the rest as on other types; RTX-3090: \
-float32, 16 bit products as measured, the rest as on other types; CPU: roofline'
+    'L40S: 16 bit, 8 bit products measured, the rest inferred from other types; RTX-3090: \
+float32, 16 bit products measured, the rest inferred from other types; CPU: roofline'
     """
-    return "; ".join(f"{each.name}: {_source_of(each)}" for each in device_types)
+    by_source = grouped((_source_of(each), each.name) for each in device_types)
+    return "; ".join(f"{', '.join(names)}: {source}" for source, names in by_source.items())
 
 
 def _source_of(device_type: DeviceType) -> str:
@@ -251,12 +253,13 @@ def _source_of(device_type: DeviceType) -> str:
         if family.measured_on != ANY_TYPE
     ]
     if not measured:
-        return "as on other types"
+        return "inferred from other types"
     products = [name for name in measured if name in PRODUCTS]
     words = [*products[:-1], f"{products[-1]} products"] if products else []
     words += [name for name in measured if name in STREAMS]
-    rest = "" if len(measured) == len(PRODUCTS) + len(STREAMS) else ", the rest as on other types"
-    return f"{', '.join(words)} as measured{rest}"
+    is_whole = len(measured) == len(PRODUCTS) + len(STREAMS)
+    rest = "" if is_whole else ", the rest inferred from other types"
+    return f"{', '.join(words)} measured{rest}"
 
 
 def launch_seconds(device_type: DeviceType) -> float:

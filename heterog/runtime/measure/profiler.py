@@ -200,7 +200,7 @@ def profile_local(
                     samples = max(1, round(share * captured.graph.batch_size))
                     tell(
                         f"ops {number} of {len(SHARES) * len(distinct)}: {workload.name}, "
-                        f"{samples} samples"
+                        f"batch {samples}"
                     )
                     found: list[OpMeasurement] = []
                     if samples not in measured:  # shares of a small batch may be equal
@@ -210,7 +210,7 @@ def profile_local(
                             )
                         except torch.OutOfMemoryError:
                             tell(
-                                f"{workload.name}: {samples} samples do not fit on {device_type}; "
+                                f"{workload.name}: batch {samples} does not fit on {device_type}; "
                                 "left out"
                             )
                     measured.add(samples)
