@@ -348,12 +348,9 @@ class _Windows:
         """Whether a group's weights are large compared with its outputs."""
         tensors = self.graph.tensors
         weights = sum(tensors[each].meta.num_bytes for each in self.parameters.get(group, ()))
-        largest = max(
-            tensors[tensor].meta.num_bytes
-            for op in self.ops[group]
-            for tensor in self.graph.outputs[op]
-        )
-        return weights >= LEAST_WEIGHTS * largest
+        outputs = [tensor for op in self.ops[group] for tensor in self.graph.outputs[op]]
+        largest = max((tensors[each].meta.num_bytes for each in outputs), default=0)
+        return 0 < LEAST_WEIGHTS * largest <= weights  # some ops only check, and have no output
 
     def signature(self, rules: OpRules, first: int) -> _Signature:
         """Rules of the window that begins with a group, independent of its position."""

@@ -1,6 +1,6 @@
 """Segments make the numbers that single turns make, to the last bit, and drop what those drop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,16 +59,30 @@ class Played(NamedTuple):
     num_texts: int
 
 
+def moved_batch(name: str, number: int) -> list[Tensor]:
+    """A batch that lies in memory otherwise than the first."""
+    return [
+        each.mT.contiguous().mT if number and each.dim() > 1 else each
+        for each in batch_of(name, number)
+    ]
+
+
 def compiled(rank: int, name: str, plan_path: str, how: str) -> tuple[Played, int]:
     """Three steps with compiled segments; number of functions that were compiled."""
     compiler = Compiler()
     inductor = {"traced": traced, "moved": moved, "refused": refused, "inductor": _inductor}[how]
+    batches = moved_batch if how == "moved" else batch_of
     with mock.patch("heterog.runtime.step.compiled._inductor", inductor):
-        return played(rank, name, plan_path, False, compiler), compiler.num_compiled
+        return played(rank, name, plan_path, False, compiler, batches), compiler.num_compiled
 
 
 def played(
-    rank: int, name: str, plan_path: str, is_single: bool, compiler: Compiler | None = None
+    rank: int,
+    name: str,
+    plan_path: str,
+    is_single: bool,
+    compiler: Compiler | None = None,
+    batches: Callable[[str, int], Sequence[Tensor]] = batch_of,
 ) -> Played:
     """Three steps, in segments or turn by turn."""
     step = deployed(name, plan_path, SGD)
@@ -76,7 +90,7 @@ def played(
     executor._segments = replace(executor._segments, compiler=compiler)
     losses = []
     for number in range(3):
-        losses.append(float(step(batch_of(name, number))))
+        losses.append(float(step(batches(name, number))))
         if is_single:
             executor._pieces.clear()
             executor._interpreter.noted.clear()  # as before a first step
@@ -124,26 +138,6 @@ def test_functions_of_torch_call_the_ops_that_they_stand_for() -> None:
         with torch.no_grad(), Called() as called:
             function(*given)
         assert called.ops == [op]
-
-
-def test_a_sum_keeps_its_factor() -> None:
-    """Inductor makes one op of a sum and a product of matrices, and would forget the factor."""
-    add = torch.ops.aten.add.Tensor
-
-    def ops_of(graph: torch.fx.GraphModule, _given: list[Tensor]) -> Kernels:
-        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
-        assert all("alpha" not in node.kwargs for node in calls)
-        assert [node.target for node in calls].count(add) == 3
-        return lambda given: list(graph(*given))
-
-    def sums(given: Sequence[Tensor]) -> list[Tensor]:
-        x, y = given
-        return [add(x, x @ y, alpha=0.1), add(x @ y, x, alpha=3), add(x, y)]
-
-    x, y = torch.randn(4, 4), torch.randn(4, 4)
-    like = Like(x.shape, x.stride(), x.dtype, x.device)
-    made = as_compiled(sums, [like, like], ops_of)([x, y])
-    torch.testing.assert_close(made, [x + 0.1 * (x @ y), x @ y + 3 * x, x + y])
 
 
 def test_half_a_library_in_the_cache_is_compiled_again(

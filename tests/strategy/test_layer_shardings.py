@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules, R
 from heterog.graph.workload import Workload
@@ -110,3 +111,20 @@ def test_experts_are_sharded_with_their_tokens_exchanged() -> None:
     rules = [rule for places in layer_shardings(graph) for rules in places for _, rule in rules]
     assert sum(rule.scatter is not None for rule in rules) == 4
     assert not any(place.kind == "P" for rule in rules for place in rule.outputs)
+
+
+def test_groups_that_only_check_are_left_alone() -> None:
+    """An inverse asks whether it exists in an op without an output, in a group of its own."""
+
+    class Inverted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.inv(x) @ self.layer(x)
+
+    batch = torch.zeros(16, 4, 4), torch.zeros(16, 4, 4)
+    graph = capture(Workload(Inverted, batch, functional.mse_loss, torch.optim.SGD))
+    assert any(not any(graph.outputs[op] for op in ops) for ops in group_ops(graph).ops)
+    assert layer_shardings(graph) == ()

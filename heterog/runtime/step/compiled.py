@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,9 +157,41 @@ def _remove_half_written(error: Exception) -> bool:
 
 def _inductor(function: Kernels, likes: Sequence[Like]) -> Kernels:
     # Imported here only, because it takes seconds.
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    return as_compiled(function, likes, lambda graph, given: boxed(compile_fx(graph, given)))
+    def compiled(graph: fx.GraphModule, given: list[Tensor]) -> Kernels:
+        with config.patch(
+            # Folding makes zeros of NaNs times 0, and gives out an input as its sum with zeros:
+            # two values would share memory that the plan changes in place.
+            joint_graph_constant_folding=False,
+            # Costs time, and is no use to numbers that only products of matrices read.
+            emulate_precision_casts=reads_rounded(graph) or config.emulate_precision_casts,
+        ):
+            return boxed(compile_fx(graph, given))
+
+    return as_compiled(function, likes, compiled)
+
+
+def reads_rounded(graph: fx.GraphModule) -> bool:
+    """Whether numbers that are rounded to half precision are then read by ops of other dtypes.
+
+    Inductor would have these read the numbers as they were before: ``x - x.bfloat16()`` is zero.
+    """
+    rounded: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        made = node.meta.get("val")
+        if not isinstance(made, Tensor):
+            continue
+        is_half = made.dtype in (torch.bfloat16, torch.float16)
+        if not rounded.isdisjoint(node.all_input_nodes):
+            if not is_half:
+                return True
+            if node.target.is_view:
+                rounded.add(node)
+        elif is_half and node.target is torch.ops.aten._to_copy.default:
+            rounded.add(node)
+    return False
 
 
 def boxed(made: Any) -> Kernels:
@@ -190,25 +222,59 @@ def as_compiled(
                 torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=each.device)
                 for each in likes
             ]
-        trace = make_fx(lambda *inputs: tuple(function(list(inputs))), _PLAIN_SUMS)
+        trace = make_fx(lambda *inputs: tuple(function(list(inputs))), _SPELT_OUT)
         return backend(trace(*given), given)
 
 
-def _plain_sum(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
-    """The sum with its factor as a product of its own.
-
-    Inductor joins a sum and a product of matrices to ``addmm``, without the factor of the sum
-    (torch 2.13: ``torch.compile`` of ``x.add(a @ b, alpha=0.1)`` adds ten times too much).
-    """
-    return NotImplemented if alpha == 1 else value + other * alpha
+def _scaled(other: Any, alpha: float, value: Tensor) -> Any:
+    """The second summand with its factor, in the dtype in which ``torch.add`` takes both."""
+    is_tensor = isinstance(other, Tensor)
+    return (other.to(torch.result_type(value, other)) if is_tensor else other) * alpha
 
 
-def _plain_sum_in_place(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
-    """``_plain_sum`` into the first value."""
-    return NotImplemented if alpha == 1 else value.add_(other * alpha)
+def _add(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
+    return NotImplemented if alpha == 1 else value + _scaled(other, alpha, value)
 
 
-_PLAIN_SUMS = {
-    torch.ops.aten.add.Tensor: _plain_sum,
-    torch.ops.aten.add_.Tensor: _plain_sum_in_place,
+def _add_in_place(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
+    return NotImplemented if alpha == 1 else value.add_(_scaled(other, alpha, value))
+
+
+def _sub(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
+    return NotImplemented if alpha == 1 else value - _scaled(other, alpha, value)
+
+
+def _sub_in_place(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
+    return NotImplemented if alpha == 1 else value.sub_(_scaled(other, alpha, value))
+
+
+def _sub_from(value: Tensor, other: Tensor, *, alpha: float = 1) -> Any:
+    return NotImplemented if alpha == 1 else other - _scaled(value, alpha, other)
+
+
+def _sum(
+    value: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    return NotImplemented if dtype is None else value.to(dtype).sum(dim, keepdim).to(dtype)
+
+
+def _cumulative_sum(value: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    return NotImplemented if dtype is None else value.to(dtype).cumsum(dim).to(dtype)
+
+
+_SPELT_OUT: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.add.Tensor: _add,
+    torch.ops.aten.add_.Tensor: _add_in_place,
+    torch.ops.aten.sub.Tensor: _sub,
+    torch.ops.aten.sub_.Tensor: _sub_in_place,
+    torch.ops.aten.rsub.Tensor: _sub_from,
+    torch.ops.aten.sum.dim_IntList: _sum,
+    torch.ops.aten.cumsum.default: _cumulative_sum,
 }
+"""Ops with their keyword arguments as ops of their own.
+
+A pattern of inductor matches ops whatever arguments they have beside those that it names, and what
+it puts in their place does without (torch 2.13, ``torch.compile`` as well): ``x.add(a @ b,
+alpha=0.1)`` adds ten times too much, ``x.sub(x.amax(1, True), alpha=0.5)`` of an ``x`` with a
+factor takes twice too much off, and ``ones.cumsum(1, dtype=torch.long)`` is no integer.
+"""

@@ -36,7 +36,7 @@ from heterog.runtime.step.optimizer import (
 )
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder as Recorder
-from heterog.runtime.step.segments import Piece, Segments
+from heterog.runtime.step.segments import Piece, Segments, lying_as
 from heterog.runtime.step.slices import Slices
 from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder
@@ -160,6 +160,7 @@ class StepExecutor:
         self._step: StepUpdates | None = None
         self._summed_loss: Pending | None = None
         self._pieces: dict[tuple[DueTask, int, bool], list[Piece]] = {}
+        self._strides: dict[int, tuple[int, ...]] = {}  # of the batches, if steps are compiled
         self._kind = part.kinds
         self._action = [_ACTIONS.get(kind) for kind in part.kinds]
         # As lists: single elements are looked up for every task of every step.
@@ -221,7 +222,7 @@ class StepExecutor:
             batch: The global batch, by tensor id.
         """
         self._before, self._open = self._open, None
-        self._values.begin(batch)
+        self._values.begin(batch if self._segments.compiler is None else self._laid(batch))
         # Sends must end first: a sent parameter may change at the next update. Received values
         # that no task has read are freed.
         if self._is_alone:
@@ -242,6 +243,13 @@ class StepExecutor:
             loss_scale=1.0 if self._loss_scale is None else self._loss_scale.scale,
         )
         self._summed_loss = None
+
+    def _laid(self, batch: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """A batch that lies in memory as the first one did, for which segments are compiled."""
+        plain = {tensor: value.resolve_conj().resolve_neg() for tensor, value in batch.items()}
+        if not self._strides:  # of memory without holes, which ``empty_like`` has
+            self._strides |= {key: torch.empty_like(each).stride() for key, each in plain.items()}
+        return {key: lying_as(each, self._strides[key]) for key, each in plain.items()}
 
     def play(self, turns: Sequence[DueTask]) -> None:
         """Run some consecutive turns: one by one in the first step, then as segments."""

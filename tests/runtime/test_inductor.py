@@ -1,0 +1,151 @@
+"""What the trace that inductor gets must not have, because inductor computes something else."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heterog.runtime.step.compiled import _SPELT_OUT, _inductor, as_compiled
+from heterog.runtime.step.recipes import Like
+from heterog.runtime.step.replays import Kernels
+from tests.thorough import few_of
+
+ATEN = torch.ops.aten
+HARMLESS = {"layout", "device", "pin_memory", "memory_format", "out", "implicit"}
+"""Keyword arguments that change no number."""
+NEVER_TRACED = {
+    "rounding_mode": "of a product whose weights are packed, as they are in inference only",
+    "out_dtype": "of numbers that are quantised for inference",
+}
+NOT_COMPILED = {ATEN.randperm.default}
+"""Ops that draw random numbers are never in a compiled part."""
+
+
+def ignored(pattern: Any) -> Iterator[tuple[Any, str]]:
+    """Ops in a pattern of inductor, with keyword arguments that it leaves out."""
+    from torch._inductor.pattern_matcher import MultiOutputPattern, PatternExpr
+
+    inner = pattern.outputs if isinstance(pattern, MultiOutputPattern) else ()
+    if hasattr(pattern, "kwargs"):
+        inner = [*pattern.args, *pattern.kwargs.values()]
+        for op in pattern.fns:
+            for argument in op._schema.arguments if hasattr(op, "_schema") else ():
+                if argument.kwarg_only and argument.name not in HARMLESS | {*pattern.kwargs}:
+                    yield op, argument.name
+    stack = list(inner)
+    while stack:
+        each = stack.pop()
+        if isinstance(each, PatternExpr):
+            yield from ignored(each)
+        elif isinstance(each, list | tuple):
+            stack += each
+
+
+def test_arguments_that_patterns_ignore_are_spelt_out() -> None:
+    from torch._inductor.fx_passes import joint_graph, post_grad
+
+    post_grad.lazy_init()  # once a process, called as inductor calls it
+    joint_graph.lazy_init(torch.device("cpu"))
+    passes = [*post_grad.pass_patterns, *joint_graph.pass_patterns, joint_graph.early_patterns]
+    entries = [e for each in passes for found in each.patterns.values() for e in found]
+    assert len(entries) > 100
+    found = {each for entry in entries for each in ignored(entry.pattern)}
+    assert (ATEN.add.Tensor, "alpha") in found
+    for op, name in found:
+        is_out = op._overloadname.endswith("out")  # which no functional trace has
+        assert is_out or name in NEVER_TRACED or op in NOT_COMPILED | {*_SPELT_OUT}, (op, name)
+
+
+def like(value: Tensor) -> Like:
+    return Like(value.shape, value.stride(), value.dtype, value.device)
+
+
+def sums(given: Sequence[Tensor]) -> list[Tensor]:
+    x, y, n = given
+    return [
+        ATEN.add(x, x @ y, alpha=0.1),
+        ATEN.add(x @ y, x, alpha=3),
+        ATEN.add_(x * 1, y @ x, alpha=0.1),
+        ATEN.sub_(x * 1, y @ x, alpha=0.1),
+        ATEN.add(x, n, alpha=0.1),
+        ATEN.add(n, 2, alpha=3),
+        x + y,
+    ]
+
+
+def shifted(given: Sequence[Tensor]) -> list[Tensor]:
+    """Scores less a part of their maximum."""
+    x, *_ = given
+    scores = 3.0 * x
+    highest = scores.amax(-1, keepdim=True)
+    return [ATEN.sub(scores, highest, alpha=0.5), ATEN.rsub(highest, scores, alpha=0.5)]
+
+
+def counted(given: Sequence[Tensor]) -> list[Tensor]:
+    """Cumulative sums of ones, as positions are made, in another dtype."""
+    *_, n = given
+    ones = torch.ones(4, 4)
+    return [
+        ATEN.cumsum(ones, 1, dtype=torch.long) + n,
+        ATEN.cumsum(ones > 0, 0, dtype=torch.int32),
+        ATEN.cumsum(n, 0, dtype=torch.float64),
+        ATEN.sum(n, [0], dtype=torch.float32),
+        ATEN.sum(n > 0, [0], True, dtype=torch.int32),
+    ]
+
+
+def rounded(given: Sequence[Tensor]) -> list[Tensor]:
+    """What a rounding to half precision leaves out."""
+    x = given[0].float() * 2
+    half, less = x.half(), x.bfloat16()
+    return [x - half, less.view(-1, 2).float().abs(), x > less]
+
+
+def not_numbers(given: Sequence[Tensor]) -> list[Tensor]:
+    """No number times zero is none."""
+    x, *_ = given
+    return [(x / (x - x)) * 0, x.log() * 0]
+
+
+def unchanged(given: Sequence[Tensor]) -> list[Tensor]:
+    """Sums and products that equal an input, in memory of their own."""
+    x, *_ = given
+    return [x + torch.zeros_like(x), x - torch.zeros_like(x), torch.ones_like(x) * x]
+
+
+SPELT_OUT = [sums, shifted, counted]
+
+
+def check(function: Kernels, compiler: Callable[[Kernels, list[Like]], Kernels]) -> None:
+    """What is compiled computes what the ops compute, to the last dtype."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
+    given = [x, y, torch.randint(1, 9, (4, 4))]
+    made = list(compiler(function, [like(each) for each in given])(list(given)))
+    wanted = list(function(given))
+    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert len({each.data_ptr() for each in [*given, *made]}) == len(given) + len(made)
+
+
+@pytest.mark.parametrize("function", SPELT_OUT)
+def test_ops_are_spelt_out_as_they_compute(function: Kernels) -> None:
+    def traced(function: Kernels, likes: list[Like]) -> Kernels:
+        return as_compiled(function, likes, ops_of)
+
+    def ops_of(graph: torch.fx.GraphModule, _given: list[Tensor]) -> Kernels:
+        calls = [node for node in graph.graph.nodes if node.target in _SPELT_OUT]
+        assert calls
+        assert not any({"alpha", "dtype"} & {*node.kwargs} for node in calls)
+        return lambda given: list(graph(*given))
+
+    check(function, traced)
+
+
+@pytest.mark.parametrize(
+    "function", few_of([sums, rounded, shifted, counted, not_numbers, unchanged], 0)
+)
+def test_inductor_computes_what_ops_do(function: Kernels) -> None:
+    """It takes some seconds for each."""
+    check(function, _inductor)
