@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -58,6 +59,27 @@ def test_mlp_has_the_textbook_flops_phases_and_modules() -> None:
     assert graph.tensors[graph.loss].shape == ()
     gradients = [graph.tensors[gradient] for _, _, gradient in graph.updates]
     assert all(tensor.kind == TensorKind.GRADIENT for tensor in gradients)
+
+
+class Onion(nn.Module):
+    """Layers each of which is inside of the one before."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.skin = nn.Linear(6, 6)
+        self.inner = Onion(depth - 1) if depth else nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside: Tensor = self.inner(self.skin(x))
+        return inside
+
+
+def test_modules_may_be_nested_as_deeply_as_python_lets_them_run() -> None:
+    model, limit = Onion(200), sys.getrecursionlimit()
+    batch = torch.zeros(8, 6), torch.zeros(8, 4)
+    functional.mse_loss(model(batch[0]), batch[1]).backward()
+    assert len(capture(workload(model, *batch)).updates) == 404
+    assert sys.getrecursionlimit() == limit
 
 
 class PreNorm(nn.Module):

@@ -18,6 +18,7 @@ touch private names of torch.
 import itertools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -87,7 +88,8 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
     if planned is None:
         _warn_of_loss(workload)
     quiet = mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
-    with caches_without_fakes(), statistics_of_unread_norms(), without_collector(), quiet:
+    caches, norms = caches_without_fakes(), statistics_of_unread_norms()
+    with caches, norms, without_collector(), quiet, _deeper_calls():
         in_memory, known = False, frozenset[str]()
         while True:
             # What draws next, a rank's own model say, draws as if nothing had been captured. A
@@ -99,6 +101,21 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
                     in_memory = True
                 except UnknownBuffers as error:
                     in_memory, known = True, known | error.names
+
+
+@contextmanager
+def _deeper_calls() -> Iterator[None]:
+    """Let modules be nested as deeply as plain PyTorch lets them.
+
+    A module takes three of Python's frames when it runs, and eleven when it is traced.
+    """
+    before = sys.getrecursionlimit()
+    # 40,000 frames of nested modules have overflown a stack of 8 MiB.
+    sys.setrecursionlimit(max(before, min(4 * before, 16_000)))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _check_model(workload: Workload, model: nn.Module) -> None:
