@@ -56,6 +56,7 @@ from heterog.graph.traced_constants import (
 )
 from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
 from heterog.graph.workload import Workload
+from heterog.user_code import script_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         _warn_of_loss(workload)
     quiet = mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
     caches, norms = caches_without_fakes(), statistics_of_unread_norms()
-    with caches, norms, without_collector(), quiet, _deeper_calls():
+    script = script_of(workload.source)
+    with caches, norms, without_collector(), quiet, script, _deeper_calls():
         in_memory, known = False, frozenset[str]()
         while True:
             # What draws next, a rank's own model say, draws as if nothing had been captured. A
