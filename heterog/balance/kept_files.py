@@ -34,14 +34,20 @@ _MOST_FILES = 20_000
 def times_of_files(folder: Path) -> dict[Path, int]:
     """When the files in a folder were changed last, in ns; of caches and hidden folders none.
 
-    A folder with very many files is only looked at in part.
+    Files to which this process prints are left out. Of very many files, some are looked at.
     """
     found: dict[Path, int] = {}
+    printed = []
+    for stream in (1, 2):
+        with suppress(OSError):
+            printed.append(os.fstat(stream))
     for top, folders, files in os.walk(folder):
         folders[:] = [each for each in sorted(folders) if not each.startswith((".", "__"))]
         for each in files:
             with suppress(OSError):
-                found[Path(top, each)] = os.stat(os.path.join(top, each)).st_mtime_ns
+                status = os.stat(os.path.join(top, each))
+                if not any(os.path.samestat(status, stream) for stream in printed):
+                    found[Path(top, each)] = status.st_mtime_ns
         if len(found) > _MOST_FILES:
             break
     return found
