@@ -260,6 +260,27 @@ def test_dict_batches_and_models_that_return_their_loss() -> None:
     assert graph.batch_size == 8
 
 
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"x": 1}, "batch_dims names 'x', which the batch does not have; its entries are 0, 1"),
+        ({2: None}, "batch_dims names 2, which"),
+        ({0: 2}, r"batch_dims says 2 of a tensor of \(8, 6\); give one of its dimensions"),
+        ({0: -1}, "batch_dims says -1"),
+        ({0: "0"}, "batch_dims says '0'"),
+    ],
+)
+def test_batch_dims_that_no_tensor_has_are_refused(stated: Any, words: str) -> None:
+    """They were left out in silence: the tensor was split, or not, as if nothing was said."""
+    with pytest.raises(CaptureError, match=words):
+        capture(workload(mlp, torch.zeros(8, 6), torch.zeros(8, 4), batch_dims=stated))
+
+
+def test_something_else_than_a_workload_is_refused() -> None:
+    with pytest.raises(CaptureError, match="the workload is of type Sequential; give a heterog"):
+        capture(mlp())  # type: ignore[arg-type]
+
+
 def test_batch_dims_name_another_dimension() -> None:
     model = lambda: nn.Linear(6, 4)  # noqa: E731
     graph = capture(

@@ -86,6 +86,11 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         workload: Model, example batch, loss and optimizer class.
         planned: The same step on another batch; the capture gets the same ops.
     """
+    if not isinstance(workload, Workload):
+        raise CaptureError(
+            f"the workload is of type {type(workload).__name__}; give a heterog.Workload, which "
+            "has a model, an example batch, a loss and an optimizer's class."
+        )
     if planned is None:
         _warn_of_loss(workload)
     quiet = mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
