@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, default_methods
 from heterog.cluster import Cluster
-from heterog.errors import HeterogWarning
+from heterog.errors import HeterogWarning, named
 from heterog.graph.capture import capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -134,7 +134,7 @@ def layout(
         micro_batch=micro_batch,
         num_micro=num_micro,
         zero=zero,
-        recompute=Recompute(recompute),
+        recompute=named("recompute", recompute, {each.value: each for each in Recompute}),
         schedule=schedule,
         chunks=chunks,
         layers=tuple(layers),

@@ -13,7 +13,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +25,8 @@ FAILURES = (Exception, SystemExit)
 _module_numbers = itertools.count()
 _folders: set[Path] = set()
 """Folders of the files that were run; imports look in the one of the last file."""
+_aside: dict[Path, dict[str, ModuleType]] = {}
+"""Modules of folders, while another folder has modules of the same names."""
 _last: list[str] = []
 """That folder, if imports did not look there before."""
 
@@ -120,11 +122,12 @@ def load_object(source: str, what: str) -> object:
 def as_script(path: Path) -> Iterator[None]:
     """What Python does for a script without arguments: its folder leads the path of imports.
 
-    Later imports, when the model is made say, look there last. If the script changes the working
-    folder, in which heterog reads and writes files, that is changed back.
+    Later imports, when the model is made say, look there last; those of another file's model need
+    ``script_of``. If the script changes the working folder, in which heterog reads and writes
+    files, that is changed back.
     """
     arguments, working = sys.argv, Path.cwd() if os.path.exists(os.curdir) else None
-    _forget_namesakes(path.parent)
+    _change_namesakes(path.parent)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
     try:
@@ -140,16 +143,35 @@ def as_script(path: Path) -> Iterator[None]:
         sys.path += _last
 
 
-def _forget_namesakes(folder: Path) -> None:
-    """Let modules of other users' folders be found anew if this folder has them, too."""
-    others = tuple(f"{each}{os.sep}" for each in _folders - {folder})
+def script_of(source: str) -> AbstractContextManager[None]:
+    """``as_script`` for what was loaded from a file; nothing for another source.
+
+    Files may have neighbours of the same names, which code imports as late as in a forward pass.
+    """
+    path = Path(source.rpartition(":")[0])
+    return as_script(path) if path.is_absolute() else nullcontext()
+
+
+def _change_namesakes(folder: Path) -> None:
+    """Put a folder's own modules in the place of other folders' modules of the same names."""
     _folders.add(folder)
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if file.startswith(others) and "site-packages" not in file:
+        owner = _owner_of(name, module)
+        if owner is not None and owner != folder:
             beside = folder / name.partition(".")[0]
             if beside.is_dir() or beside.with_suffix(".py").is_file():
-                del sys.modules[name]
+                _aside.setdefault(owner, {})[name] = sys.modules.pop(name)
+    sys.modules.update(_aside.pop(folder, {}))
+
+
+def _owner_of(name: str, module: ModuleType) -> Path | None:
+    """The folder, among those of files that were run, in which a module was found."""
+    found = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    stem = name.replace(".", os.sep)
+    for end in (f"{os.sep}{stem}.py", f"{os.sep}{stem}{os.sep}__init__.py", f"{os.sep}{stem}"):
+        if found.endswith(end) and Path(found.removesuffix(end)) in _folders:
+            return Path(found.removesuffix(end))
+    return None
 
 
 def callable_in(path: Path, name: str) -> object:

@@ -5,7 +5,8 @@ sent to each worker once, and a small value of its own. Results come in the orde
 they depend neither on where jobs run nor on how many run at the same time.
 
 ``Seats`` are workers with memory: job ``i`` always runs on seat ``i``, so it may continue where
-the previous job of that seat ended.
+the previous job of that seat ended. ``signals_as_exit`` gives a process that others depend on the
+time to end them.
 """
 
 import atexit
@@ -24,7 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from heterog.errors import HeterogError
@@ -35,6 +36,40 @@ _HELP = "give a number of processes (4), ray (a whole Ray cluster) or ray:4"
 Shared = TypeVar("Shared")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+
+
+@contextmanager
+def signals_as_exit() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the body like Ctrl-C, so that it can clean up.
+
+    Only the main thread can do this.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    owner = os.getpid()
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked child ends as if there were no handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        raise SystemExit(128 + number)
+
+    # Existing handlers (a testbed's, for instance) have the same purpose.
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
+    try:
+        for number in numbers:
+            signal.signal(number, leave)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class Closed(ABC):

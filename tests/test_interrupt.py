@@ -216,3 +216,39 @@ def test_a_terminated_training_keeps_the_best_policy(tmp_path: Path, workers: st
     assert "interrupted" in out
     assert load_checkpoint(str(tmp_path / "policy.pt")).provenance["history"]
     assert_nobody_is_left(process)
+
+
+@pytest.mark.parametrize(
+    ("place", "raised"),
+    [
+        ("typer.py", "raise KeyboardInterrupt"),  # while the commands are imported
+        ("numba.py", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)"),
+        (
+            "numba.py",  # what pydantic makes of a Ctrl-C while a class is made
+            "import os, signal\n"
+            "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
+            "except BaseException:\n    raise ValueError('no schema') from None",
+        ),
+    ],
+)
+def test_an_interrupted_import_is_no_traceback(tmp_path: Path, place: str, raised: str) -> None:
+    (tmp_path / place).write_text(raised)
+    done = subprocess.run(
+        [sys.executable, "-m", "heterog", "plan", graph_file(tmp_path), "--cluster", "rtx_mixed"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S,
+    )  # fmt: skip
+    assert done.returncode in (130, -signal.SIGINT)  # Python's own, for one in an exec
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_is_terminated_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\nfrom heterog.cli import main\n"
+        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\nmain()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "capture", graph_file(tmp_path), "-o", "copy.json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S,
+    )  # fmt: skip
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["graph.json"]

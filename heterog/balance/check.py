@@ -28,7 +28,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +37,9 @@ import torch
 from torch import Tensor
 
 from heterog.balance.checked import BESIDE, BUFFER, EPS, Noted, Task, least_part
+from heterog.balance.kept_files import times_of_files
 from heterog.errors import HeterogError
+from heterog.names import first_of
 from heterog.runtime.launch import RANKS_OWN, run_commands, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.watching import LaunchError, Limits
@@ -149,7 +151,7 @@ def check(request: CheckRequest, progress: Callable[[str], None] = lambda stage:
     divisions = request.divisions()
     if not request.is_module and not Path(request.script).is_file():
         raise HeterogError(f"there is no script '{request.script}'; -m runs a module.")
-    began_s = time.time()
+    began_s, before = time.time(), times_of_files(Path.cwd())
     with temporary_folder() as folder, rank_forks(RANKS_OWN):
 
         def run(name: str, shares: tuple[int, ...], again: bool = False) -> Run:
@@ -181,10 +183,19 @@ def check(request: CheckRequest, progress: Callable[[str], None] = lambda stage:
     if number < request.num_updates:
         notes.append(f"The script has ended after {number} of {request.num_updates} updates.")
     if files:
-        more = f" and {len(files) - MOST_FILES} more" if len(files) > MOST_FILES else ""
-        told = ", ".join(map(os.path.relpath, list(files)[:MOST_FILES]))
-        notes.append(f"The script has left files: {told}{more}.")
+        notes.append(f"The script has left files: {_some_of(files)}.")
+    after = times_of_files(Path.cwd())
+    if changed := [str(each) for each in before if after.get(each) != before[each]]:
+        notes.append(
+            f"Files that were there have changed meanwhile: {_some_of(changed)}. The script uses "
+            "a library that writes outside of Python (SQLite, HDF5), or others wrote them."
+        )
     return _judged(request, found, noise, doubts, notes)
+
+
+def _some_of(files: Iterable[str]) -> str:
+    """The first few of some files, and the number of the others."""
+    return first_of([os.path.relpath(each) for each in files], MOST_FILES)
 
 
 def _check_first_weights(one: Run, other: Run) -> None:

@@ -25,9 +25,11 @@ import typer
 
 import heterog
 from heterog.cli import calibrate, check, compare, listing, plan, run, schedule, train
+from heterog.cli.common import INTERRUPTED, interrupts_told
 from heterog.cli.outputs import errors_spelled, outputs_checked, standard_streams
 from heterog.cli.run_file import FromRunFile
 from heterog.errors import HeterogError, HeterogWarning
+from heterog.workers import signals_as_exit
 
 app = typer.Typer(
     help="Finds how to train a PyTorch model on a cluster of unequal GPUs.",
@@ -105,11 +107,11 @@ def main() -> None:
     # When Python exits, it looks for garbage among all imported modules: a second for torch.
     atexit.register(gc.freeze)
     try:
-        with standard_streams():
+        with standard_streams(), signals_as_exit(), interrupts_told():
             app()
     except HeterogError as error:
         print(f"heterog: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("heterog: interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)

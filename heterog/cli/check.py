@@ -48,7 +48,7 @@ def check(
 
     The exit code is 0 if they are equal, 1 if not, or if random numbers hide it, and 2 if the
     script fails. It runs in this folder. It is stopped before it changes, moves or removes a
-    file that was there, unless a library does so that writes outside of Python (HDF5, SQLite).
+    file that was there; what libraries change outside of Python (HDF5, SQLite) is named after it.
     """
     from heterog.balance.check import CheckRequest, ScriptError
     from heterog.balance.check import check as checked

@@ -342,6 +342,33 @@ INTERRUPTED = 130
 
 
 @contextmanager
+def interrupts_told() -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` after a Ctrl-C, whatever became of it in the body.
+
+    Libraries that are being imported may make an error of their own of it, as pydantic does.
+    """
+    before, is_interrupted = signal.getsignal(signal.SIGINT), False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        raise KeyboardInterrupt
+
+    if before is not signal.default_int_handler:  # ignored in the background of a shell, say
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception:
+        if is_interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def stop_when_interrupted(also: Callable[[], None] = lambda: None) -> "Iterator[Stop]":
     """A switch that SIGINT and SIGTERM set; a second signal raises ``KeyboardInterrupt``.
 

@@ -22,12 +22,13 @@ from heterog.healing.record import Assignment, Trained
 from heterog.healing.service import Service
 from heterog.healing.shelf import to_go_on_from
 from heterog.healing.steering import PlanChange, Steering
-from heterog.runtime.launch import RANKS_OWN, signals_as_exit, temporary_folder
+from heterog.runtime.launch import RANKS_OWN, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.ranks.watching import LaunchError
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import Plan
+from heterog.workers import signals_as_exit
 
 _FIRST_PLAN_S = 300.0
 """Longest wait for a plan after a loss: a search keeps its budget, but loading and compiling for

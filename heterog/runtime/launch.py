@@ -15,13 +15,11 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from heterog.errors import HeterogError
@@ -39,6 +37,7 @@ from heterog.runtime.request import RunRequest
 from heterog.search.background import BackgroundPlan
 from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
+from heterog.workers import signals_as_exit
 
 ALONE_STEPS = 3
 """Number of steps before a background job begins; they measure the step time without it."""
@@ -413,37 +412,3 @@ def _signal_group(process: RankProcess, number: signal.Signals) -> None:
     """Send a signal to a process that has not been waited for, and to those it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-@contextmanager
-def signals_as_exit() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the body like Ctrl-C, so that it can clean up.
-
-    Only the main thread can do this.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    owner = os.getpid()
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked child ends as if there were no handler
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        raise SystemExit(128 + number)
-
-    # Existing handlers (a testbed's, for instance) have the same purpose.
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is signal.SIG_DFL
-    ]
-    try:
-        for number in numbers:
-            signal.signal(number, leave)
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)

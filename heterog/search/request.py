@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from heterog.cluster.topology import Cluster
-from heterog.errors import StrategyError
+from heterog.errors import HeterogError, StrategyError
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem, Progress, Stop
 from heterog.methods.registry import AUTO, Methods, built_in_methods
@@ -154,6 +154,19 @@ class Request:
     given: Planner | None = None
     seeds: SeedPlanner | None = None
     asynchronous: Planner | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind, advice in _KINDS:
+            if not isinstance(given := getattr(self, name), kind):
+                raise HeterogError(f"`{name}` is of type {type(given).__name__}; give {advice}.")
+
+
+_KINDS = (
+    ("cluster", Cluster, "a cluster, heterog.Cluster.load('cluster.yaml') say"),
+    ("budget", Budget, "a text, '30s' or '5000e' (evaluations)"),
+    ("objective", Objective, "an Objective of heterog.search.objective"),
+)
+"""What a person may get wrong in Python, where no option is parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

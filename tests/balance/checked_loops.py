@@ -6,6 +6,7 @@ compute something from a rank's own samples where no graph and no weight shows i
 
 import os
 import random
+import sqlite3
 import sys
 import time
 import warnings
@@ -317,6 +318,9 @@ def save(kind: str, model: nn.Module) -> None:
             file.write("a step")
     if kind == "moves":
         os.rename("last.pt", "old.pt")
+    if kind == "sqlite":
+        with sqlite3.connect("runs.db") as runs:
+            runs.execute("create table if not exists runs (x)")
 
 
 def misbehave(kind: str) -> None:

@@ -144,6 +144,16 @@ def test_files_that_runs_make_are_theirs_and_named(
     assert "The script has left files: last.pt." in verdict.notes
 
 
+def test_a_changed_data_base_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite writes outside of Python, so that nothing stops the script."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs.db", "other.txt", ".hidden"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    notes = " ".join(checked("sqlite", num_updates=2).notes)
+    assert "Files that were there have changed meanwhile: runs.db. The script" in notes
+
+
 def test_a_loop_that_takes_up_the_run_before_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -58,6 +59,27 @@ def test_mlp_has_the_textbook_flops_phases_and_modules() -> None:
     assert graph.tensors[graph.loss].shape == ()
     gradients = [graph.tensors[gradient] for _, _, gradient in graph.updates]
     assert all(tensor.kind == TensorKind.GRADIENT for tensor in gradients)
+
+
+class Onion(nn.Module):
+    """Layers each of which is inside of the one before."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.skin = nn.Linear(6, 6)
+        self.inner = Onion(depth - 1) if depth else nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside: Tensor = self.inner(self.skin(x))
+        return inside
+
+
+def test_modules_may_be_nested_as_deeply_as_python_lets_them_run() -> None:
+    model, limit = Onion(200), sys.getrecursionlimit()
+    batch = torch.zeros(8, 6), torch.zeros(8, 4)
+    functional.mse_loss(model(batch[0]), batch[1]).backward()
+    assert len(capture(workload(model, *batch)).updates) == 404
+    assert sys.getrecursionlimit() == limit
 
 
 class PreNorm(nn.Module):
@@ -236,6 +258,27 @@ def test_dict_batches_and_models_that_return_their_loss() -> None:
     model = lambda: nn.Linear(6, 4)  # noqa: E731
     graph = capture(Workload(model, plain, functional.mse_loss, torch.optim.SGD, {"lr": 0.1}))
     assert graph.batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"x": 1}, "batch_dims names 'x', which the batch does not have; its entries are 0, 1"),
+        ({2: None}, "batch_dims names 2, which"),
+        ({0: 2}, r"batch_dims says 2 of a tensor of \(8, 6\); give one of its dimensions"),
+        ({0: -1}, "batch_dims says -1"),
+        ({0: "0"}, "batch_dims says '0'"),
+    ],
+)
+def test_batch_dims_that_no_tensor_has_are_refused(stated: Any, words: str) -> None:
+    """They were left out in silence: the tensor was split, or not, as if nothing was said."""
+    with pytest.raises(CaptureError, match=words):
+        capture(workload(mlp, torch.zeros(8, 6), torch.zeros(8, 4), batch_dims=stated))
+
+
+def test_something_else_than_a_workload_is_refused() -> None:
+    with pytest.raises(CaptureError, match="the workload is of type Sequential; give a heterog"):
+        capture(mlp())  # type: ignore[arg-type]
 
 
 def test_batch_dims_name_another_dimension() -> None:

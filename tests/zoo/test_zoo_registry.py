@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from heterog.errors import HeterogError, InputFileError, UnknownNameError
+from heterog.graph.capture import capture
 from heterog.zoo import registry
 
 DEFAULT_BATCH_SIZES = {
@@ -279,3 +280,30 @@ def test_imports_when_a_model_is_made_find_the_folder_of_its_own_file(tmp_path: 
         path = write(folder, GOOD_FILE.format(extra=extra))
         made = registry.load_workload(f"{path}:late").make_model()
         assert next(made.parameters()).shape == (1, size)
+
+
+def test_two_models_import_their_own_neighbours_when_they_run(tmp_path: Path) -> None:
+    """In a forward pass, in whatever order; each keeps its modules."""
+    extra = (
+        "import torch\n"
+        "class Late(nn.Linear):\n"
+        "    def forward(self, x, y):\n"
+        "        import namesakes.one, twin\n"
+        "        return super().forward(x).sum() * namesakes.one.SIZE * twin.SIZE\n"
+        "def late():\n"
+        "    batch = torch.zeros(8, 4), torch.zeros(8)\n"
+        "    return Workload(lambda: Late(4, 1), batch, None, torch.optim.SGD, {'lr': 0.1})\n"
+    )
+    made = {}
+    for size in (3, 5):
+        (folder := tmp_path / str(size) / "namesakes").mkdir(parents=True)
+        write(folder, f"SIZE = {size}\n", "one.py")
+        write(folder.parent, f"SIZE = {size}\n", "twin.py")
+        made[size] = registry.load_workload(
+            f"{write(folder.parent, GOOD_FILE.format(extra=extra))}:late"
+        )
+    kept: dict[int, object] = {}
+    for size in (3, 5, 3, 5):
+        factors = [op.args.get("other") for op in capture(made[size]).ops]
+        assert [each for each in factors if each is not None][:2] == [size, size]
+        assert kept.setdefault(size, sys.modules["twin"]) is sys.modules["twin"]

@@ -18,6 +18,7 @@ touch private names of torch.
 import itertools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -55,6 +56,7 @@ from heterog.graph.traced_constants import (
 )
 from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
 from heterog.graph.workload import Workload
+from heterog.user_code import script_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +86,17 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         workload: Model, example batch, loss and optimizer class.
         planned: The same step on another batch; the capture gets the same ops.
     """
+    if not isinstance(workload, Workload):
+        raise CaptureError(
+            f"the workload is of type {type(workload).__name__}; give a heterog.Workload, which "
+            "has a model, an example batch, a loss and an optimizer's class."
+        )
     if planned is None:
         _warn_of_loss(workload)
     quiet = mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
-    with caches_without_fakes(), statistics_of_unread_norms(), without_collector(), quiet:
+    caches, norms = caches_without_fakes(), statistics_of_unread_norms()
+    script = script_of(workload.source)
+    with caches, norms, without_collector(), quiet, script, _deeper_calls():
         in_memory, known = False, frozenset[str]()
         while True:
             # What draws next, a rank's own model say, draws as if nothing had been captured. A
@@ -99,6 +108,21 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
                     in_memory = True
                 except UnknownBuffers as error:
                     in_memory, known = True, known | error.names
+
+
+@contextmanager
+def _deeper_calls() -> Iterator[None]:
+    """Let modules be nested as deeply as plain PyTorch lets them.
+
+    A module takes three of Python's frames when it runs, and eleven when it is traced.
+    """
+    before = sys.getrecursionlimit()
+    # 40,000 frames of nested modules have overflown a stack of 8 MiB.
+    sys.setrecursionlimit(max(before, min(4 * before, 16_000)))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _check_model(workload: Workload, model: nn.Module) -> None:

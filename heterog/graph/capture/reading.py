@@ -274,6 +274,7 @@ class Reader:
         return placements, batch_size
 
     def _batch_leaves(self) -> tuple[list[str], list[Tensor], list[int | None]]:
+        self._check_keys()
         leaves = named_leaves(self.batch)
         names = [name for _, name, _ in leaves]
         values = [value for _, _, value in leaves]
@@ -286,9 +287,24 @@ class Reader:
         for value, dim in zip(values, stated, strict=True):
             if dim == "first":
                 dims.append(0 if value.dim() and value.shape[0] == size else None)
+            elif dim is None or (isinstance(dim, int) and 0 <= dim < value.dim()):
+                dims.append(dim)
             else:
-                dims.append(dim if isinstance(dim, int) else None)
+                raise CaptureError(
+                    f"workload '{self.workload.name}': batch_dims says {dim!r} of a tensor of "
+                    f"{tuple(value.shape)}; give one of its dimensions, from 0, or None."
+                )
         return names, values, dims
+
+    def _check_keys(self) -> None:
+        """Refuse batch dimensions of entries that the batch does not have."""
+        is_dict = isinstance(self.batch, dict)
+        keys = list(self.batch) if is_dict else list(range(len(self.batch)))
+        if unknown := [key for key in self.workload.batch_dims if key not in keys]:
+            raise CaptureError(
+                f"workload '{self.workload.name}': batch_dims names {unknown[0]!r}, which the "
+                f"batch does not have; its entries are {', '.join(map(repr, keys))}."
+            )
 
     def _batch_size(self, values: list[Tensor], dims: list[int | None]) -> int:
         sizes = {

@@ -26,7 +26,6 @@ from heterog.runtime.launch import (
     end_ranks,
     free_port,
     interface_of,
-    signals_as_exit,
     start_rank,
     temporary_folder,
     with_package,
@@ -38,7 +37,7 @@ from heterog.runtime.ranks.ray_nodes import CPU, GPU, Resources, asked_of_nodes,
 from heterog.runtime.ranks.watching import Watched, wait_for_ranks
 from heterog.runtime.request import RunRequest
 from heterog.user_code import is_from_file
-from heterog.workers import connect_to_ray
+from heterog.workers import connect_to_ray, signals_as_exit
 
 PLACED_S = 60.0
 """Seconds to wait for nodes, and for the first answer of an actor."""

@@ -49,6 +49,7 @@ from heterog.runtime.ranks.emulated_network import (
 )
 from heterog.runtime.ranks.forks import fields_of_process
 from heterog.runtime.ranks.place import Place
+from heterog.workers import signals_as_exit
 
 _TESTBEDS = resources.files("heterog.runtime.ranks") / "testbeds"
 _logger = logging.getLogger(__name__)
@@ -164,8 +165,6 @@ class Testbed(Place):
             raise TestbedError(reason)
         if self._is_open:
             raise TestbedError("this testbed is already open; make another one.")
-        from heterog.runtime.launch import signals_as_exit  # late: it imports numba
-
         self._owner_pid = os.getpid()
         self.name = _new_name()
         atexit.register(self._close)

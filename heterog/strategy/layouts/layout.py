@@ -122,6 +122,8 @@ class Layout:
         }
         for name, least in least_of.items():
             value = getattr(self, name)
+            if not isinstance(value, int):
+                raise LayoutError(f"{name} is {value!r}; give a whole number.")
             if not least <= value <= MOST:
                 raise LayoutError(f"{name} is {value}; it must be {least} to {MOST}.")
         if self.zero not in range(4):

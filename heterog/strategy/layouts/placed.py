@@ -93,7 +93,7 @@ def _check(sizes: Layout, graph: OpGraph) -> None:
             f"{graph.scope.words}; take zero=0."
         )
     if refused := micro_batches_refused(graph, sizes.num_micro):
-        raise LayoutError(f"{sizes.num_micro} micro-batches: {refused.rstrip('.')}.")
+        raise LayoutError(refused)
 
 
 def place_layout(
