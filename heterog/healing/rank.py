@@ -27,7 +27,7 @@ from heterog.errors import InputFileError
 from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.costs import BusyClock, device_seconds
-from heterog.healing.elastic import any_rank, end_cut_links, set_silence
+from heterog.healing.elastic import any_rank, set_silence
 from heterog.healing.record import Assignment, Event, write_events
 from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
 from heterog.healing.snapshots import SnapshotWriter
@@ -58,7 +58,6 @@ class HealingRank:
     Args:
         request: How it trains.
         assignment: What the generation runs.
-        store: The store of ``meet``, if the ranks have met.
         silent_s: Seconds without an answer after which a rank gives up waiting for another one,
             from the second step on; 0 leaves the timeout of the process group.
     """
@@ -68,13 +67,12 @@ class HealingRank:
         request: RunRequest,
         assignment: Assignment,
         *,
-        store: Any = None,
         silent_s: float = 0.0,
     ) -> None:
         self._request, self._assignment, self._silent_s = request, assignment, silent_s
         self._plan = plan = load_plan(assignment.plan)
         folder = Path(assignment.folder)
-        self._step, workload = set_up(plan, request, store, _captured.get(folder))
+        self._step, workload = set_up(plan, request, _captured.get(folder))
         self._rank = dist.get_rank()
         host_of, redundancy = plan.cluster.host_of, assignment.redundancy
         if redundancy is None:
@@ -98,8 +96,6 @@ class HealingRank:
         )
         self._is_kept = False  # any snapshot of this generation, as was told
         self._untold: list[Event] = []
-        if silent_s:
-            end_cut_links()
         self._take_up()
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
