@@ -181,7 +181,6 @@ class HealingRank:
     def _take_up(self) -> None:
         """Load the state that the job had reached."""
         step, moment = self._step, self._assignment.moment
-        moved = torch.zeros(2, dtype=torch.int64)
         if moment is not None:
             names = [part.name for part in parts_of(moment)]
             self._bring(f"{name}{INDEX}" for name in names)
@@ -194,12 +193,10 @@ class HealingRank:
             read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
-            moved = torch.tensor([snapshot.num_bytes, snapshot.far_bytes])
         elif self._assignment.checkpoint:
             load_checkpoint(step, self._assignment.checkpoint)
-        dist.all_reduce(moved)
-        num_bytes, far_bytes = moved.tolist()
-        self._write("taken up", step=step.num_steps, num_bytes=num_bytes, far_bytes=far_bytes)
+        dist.barrier()
+        self._write("taken up", step=step.num_steps)
 
     def _bring(self, names: Iterable[str]) -> None:
         """Bring files here; without room for them this rank counts as lost, and others go on."""

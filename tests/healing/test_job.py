@@ -127,7 +127,7 @@ def test_training_begins_anew_only_if_no_snapshot_was_complete_and_says_so() -> 
         return to_go_on_from(newest, checkpoint, was_kept=trained.was_kept, say=said.append)
 
     trained.hear({"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1})
-    trained.hear({"event": "taken up", "at_s": 1.0, "step": 0, "num_bytes": 0, "far_bytes": 0})
+    trained.hear({"event": "taken up", "at_s": 1.0, "step": 0})
     assert begin() == ""
     assert said.pop() == "no snapshot was complete yet: training begins anew"
     trained.hear({"event": "kept", "at_s": 1.0, "step": 3})
@@ -531,7 +531,6 @@ def test_a_plan_under_torchrun_goes_on_without_a_host(folder: Path, tmp_path: Pa
     output = read_json(tmp_path / "out.json", "output")
     (move,) = output["moves"]
     assert (move["kind"], move["why"], move["num_ranks"]) == ("lost", "A:0 lost", 2)
-    assert move["far_bytes"] > 0, "each host had two of three parts"
     assert output["steps"] == list(range(1, 402))
     expected = losses_of_one_process(folder, 401)
     assert output["losses"] == pytest.approx(expected, rel=1e-3, abs=1e-6 * expected[0])
