@@ -169,10 +169,12 @@ class Generation:
             self._wait_for_others("no complete snapshot is left here")
         if self.number or has_met():
             checkpoint = to_go_on_from(moment, checkpoint, was_kept=self._was_kept, say=self._say)
-        # Ranks that wait for a plan go on talking, or nobody would see that one is cut off.
+        # Ranks that wait for a plan go on talking, or nobody would miss one that is cut off.
         found = ThreadPoolExecutor(1).submit(self._plan_text) if self.is_first else None
+        set_silence(_SILENT_S)
         while not any_rank(found is not None and found.done())[0]:
             time.sleep(_LOOK_S)
+        set_silence(self.request.limits.timeout_s)
         (text, *_) = gather(found.result() if found is not None else "")
         if text.startswith("error "):
             why = text.removeprefix("error ")
