@@ -657,6 +657,7 @@ def test_an_agent_says_how_it_ends(
     """Torchrun alone tells the end of a job to an agent that waits by an error."""
     from torch.distributed import DistStoreError
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous.api import (
         RendezvousClosedError,
@@ -681,6 +682,7 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", agent._shutdown)
     dynamic: Any = agent.__dict__["dynamic"]  # which this changes, too
     handlers = dynamic.DynamicRendezvousHandler
     monkeypatch.setattr(handlers, "num_nodes_waiting", agent._num_waiting)
@@ -718,6 +720,15 @@ def test_an_agent_says_how_it_ends(
         said = capsys.readouterr().err
         assert words in said, "before ranks are started"
         assert said.count("\n") == 1
+
+    stuck = mock.Mock()
+    LocalElasticAgent._stop_workers(stuck, mock.Mock())
+    stuck._shutdown.assert_called_once_with()
+    LocalElasticAgent._shutdown(stuck)
+    (_, seconds), _ = stuck._pcontext.close.call_args
+    assert elastic.LEAVE_S < seconds < 10, (
+        "other hosts cannot meet before a rank that is stuck ends"
+    )
 
     # Python searches all modules for each caller in the stack, while others write to the store.
     monkeypatch.setattr("inspect.stack", mock.Mock(side_effect=AssertionError("it takes long")))
