@@ -7,6 +7,7 @@ what ranks need, which are forked off it.
 import logging
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import torch._dynamo  # noqa: F401 - every optimizer imports it
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
@@ -28,7 +30,7 @@ from torch.distributed.run import main as torchrun
 import heterog.healing.loop  # noqa: F401  (which a script may need)
 from heterog.errors import HeterogError
 from heterog.healing.choices import Choice, Question
-from heterog.healing.elastic import ROUND, path_of_host
+from heterog.healing.elastic import LEAVE_S, ROUND, path_of_host
 from heterog.healing.on_torchrun import read_healing
 from heterog.healing.planning import Planning
 from heterog.healing.rank import capture_for
@@ -43,7 +45,10 @@ _MEET = timedelta(seconds=15)
 """Longest wait for what hosts say at once when they have met; torchrun waits for a minute."""
 _LOOK_S = 0.2
 """Seconds between looks at whether hosts have met; torchrun looks once a second."""
+_ENDED_S = int(LEAVE_S) + 3
+"""Longest wait for ranks that are told to end; torchrun waits for 30 s."""
 _LOG = logging.getLogger(__name__)
+_shutdown = LocalElasticAgent._shutdown
 _join = SimpleElasticAgent._rendezvous
 _num_waiting = dynamic.DynamicRendezvousHandler.num_nodes_waiting
 _delay = dynamic._delay  # type: ignore[attr-defined]
@@ -87,6 +92,7 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
 def mend_torchrun() -> None:
     """Replace what torchrun's agents do in this process where hosts meet; each says why."""
     SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
+    LocalElasticAgent._shutdown = _end_ranks  # type: ignore[assignment, method-assign]
     dynamic.DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
     dynamic.get_method_name = _nobody  # type: ignore[assignment]
     dynamic._delay = _wait_until_look  # type: ignore[attr-defined]
@@ -121,6 +127,11 @@ def _refuse(why: str) -> NoReturn:
         f"{why}; options of torchrun come first, then a script with its arguments, or a plan or "
         "run file alone, which has the settings of the job (docs/healing.md)."
     )
+
+
+def _end_ranks(agent: Any, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    """End ranks, by SIGKILL those that are stuck: the other hosts cannot meet before that."""
+    _shutdown(agent, death_sig, min(timeout, _ENDED_S))
 
 
 def _num_outside(handler: Any) -> int:

@@ -31,6 +31,9 @@ from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import option_like
 from heterog.runtime.ranks.forks import end_with_parent
 
+_OF_OBJECTS = "objects.{}"
+"""Name of a tensor that the state of an object has, by its number."""
+
 
 class HealingLoop:
     """Keeps the state of a training loop in the memory of every host, outside of its ranks.
@@ -43,7 +46,7 @@ class HealingLoop:
         model: The model as wrapped; any wrapper will do.
         optimizer: The optimizer of its parameters.
         balancer: The balancer whose loader the loop uses.
-        others: Further objects with a state to keep, by name.
+        others: Further objects with a state to keep, by name: a scheduler, an average.
         checkpoint: Folder of a checkpoint written beside training; empty for none.
         checkpoint_s: Seconds between checkpoints.
         silent_s: Seconds without an answer after which a rank gives up waiting for another one
@@ -78,17 +81,19 @@ class HealingLoop:
                 "HealingLoop takes parameters that every rank has whole, and these are sharded; "
                 "use DistributedDataParallel, or save them by torch.distributed.checkpoint."
             )
-        for name, value in _extra_state(model).items():
-            if not _is_json(value):
-                raise HeterogError(
-                    f"HealingLoop: {name} of the model is of type {type(value).__name__}, which "
-                    "no snapshot can hold; let get_extra_state return a tensor, or dicts, lists, "
-                    "numbers and texts."
-                )
         self.num_steps = 0
         self.resumed_from = ""
         self._model, self._optimizer, self._balancer = model, optimizer, balancer
         self._others = dict(others or {})
+        for of, states in self._objects().items():
+            for name, state in states.items():
+                try:
+                    json.dumps(_said(state, []))
+                except TypeError as error:
+                    raise HeterogError(
+                        f"HealingLoop: no snapshot can hold {name} of the {of} ({error}); its "
+                        "state may have tensors, dicts, lists, tuples, numbers and texts."
+                    ) from error
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._who = gather(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
         elastic.end_cut_links()
@@ -156,7 +161,9 @@ class HealingLoop:
             is_next, is_left = self._writer.end_step(self._leaves.is_set())
         if not (is_next or is_left):
             return
-        self._writer.take(self.num_steps, self._entries(), {}, self._about())
+        tensors: list[Tensor] = []
+        about = self._about(_said(self._objects(), tensors))
+        self._writer.take(self.num_steps, self._entries(tensors), {}, about)
         if is_left:
             with self._balancer.clock.waiting():
                 dist.barrier()  # all have taken it
@@ -179,12 +186,22 @@ class HealingLoop:
     def _say_failed(self, why: str) -> None:
         print(f"heterog: no snapshot was taken: {why}", file=sys.stderr, flush=True)
 
-    def _entries(self) -> list[Entry]:
+    def _objects(self) -> dict[str, dict[str, Any]]:
+        """States of the model's modules beside tensors (``get_extra_state``), and of others."""
+        state = getattr(self._model, "module", self._model).state_dict()
+        extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        return {
+            "model": extra,
+            "others": {n: each.state_dict() for n, each in self._others.items()},
+        }
+
+    def _entries(self, of_objects: Sequence[Tensor]) -> list[Entry]:
         """Tensors that this rank writes; those of a host have about equally many bytes each."""
         module = getattr(self._model, "module", self._model)
         every = {f"model.{name}": value for name, value in module.state_dict().items()}
         for number, values in self._optimizer.state_dict()["state"].items():
             every |= {f"optimizer.{number}.{key}": value for key, value in values.items()}
+        every |= {_OF_OBJECTS.format(number): value for number, value in enumerate(of_objects)}
         every = {name: value for name, value in every.items() if isinstance(value, Tensor)}
         sizes = [0] * self._num_local
         own = []
@@ -196,7 +213,7 @@ class HealingLoop:
         own.append(Entry.of_whole(f"random.{self._local}", torch.get_rng_state()))
         return own
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self, objects: object) -> dict[str, Any]:
         """State without tensors that goes into the index; only that of rank 0 is read."""
         state = self._optimizer.state_dict()
         values = {
@@ -207,8 +224,7 @@ class HealingLoop:
             "balancer": self._balancer.state_dict(),
             "groups": [_plain(group) for group in state["param_groups"]],
             "values": values,
-            "model": _extra_state(self._model),
-            "others": {name: each.state_dict() for name, each in self._others.items()},
+            "objects": objects,
             "who": self._who,
         }
         return {
@@ -224,7 +240,8 @@ class HealingLoop:
         module = getattr(self._model, "module", self._model)
         prefix = "model."
         read = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        module.load_state_dict({**read, **extra.get("model", {})})
+        objects = _heard(extra.get("objects", extra), tensors)  # those of 0.3 have each apart
+        module.load_state_dict({**read, **objects.get("model", {})})
         state: dict[int, dict[str, Any]] = {
             int(number): dict(values) for number, values in extra["values"].items()
         }
@@ -239,7 +256,7 @@ class HealingLoop:
         ]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         for name, each in self._others.items():
-            each.load_state_dict(extra["others"][name])
+            each.load_state_dict(objects["others"][name])
         self.num_steps = int(extra["num_steps"])
         self._balancer.load_state_dict(extra["balancer"])
         self._share_out(extra["who"], extra["balancer"]["sampler"]["shares"])
@@ -257,18 +274,34 @@ class HealingLoop:
         sampler.set_shares(shares_from_speeds([max(s, 1.0) for s in speeds], sum(shares)))
 
 
-def _extra_state(model: nn.Module) -> dict[str, Any]:
-    """What modules keep beside tensors (``get_extra_state``), by name."""
-    state = getattr(model, "module", model).state_dict()
-    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+def _said(state: object, tensors: list[Tensor]) -> object:
+    """A state as values of JSON, without its tensors, which are added to a list."""
+    match state:
+        case Tensor():
+            tensors.append(state)
+            return {"heterog.tensor": len(tensors) - 1}
+        case Mapping():
+            pairs = [(_said(key, tensors), _said(each, tensors)) for key, each in state.items()]
+            return {"heterog.pairs": pairs}
+        case tuple():
+            return {"heterog.tuple": [_said(each, tensors) for each in state]}
+        case list():
+            return [_said(each, tensors) for each in state]
+    return state
 
 
-def _is_json(value: object) -> bool:
-    """Whether an index in JSON gives the value back as it is."""
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError):
-        return False
+def _heard(said: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that was said so, with tensors that were read."""
+    match said:
+        case {"heterog.tensor": number}:
+            return tensors[_OF_OBJECTS.format(number)].clone()
+        case {"heterog.pairs": pairs}:
+            return {_heard(key, tensors): _heard(each, tensors) for key, each in pairs}
+        case {"heterog.tuple": values}:
+            return tuple(_heard(each, tensors) for each in values)
+        case list():
+            return [_heard(each, tensors) for each in said]
+    return said
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

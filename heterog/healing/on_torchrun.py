@@ -1,9 +1,9 @@
 """A plan that heals under torchrun: every generation of ranks decides what it runs.
 
 torchrun ends all ranks when one is lost, and starts them again on the hosts that are there. They
-meet, say which host of the plan they are and which parts of snapshots lie there, and the first of
-them has a plan for just these hosts: one that was prepared, or it makes one now. Whoever decides
-may be lost, too: nothing is known to a process that has no successor.
+meet, find out which host of the plan each of them is, say which parts of snapshots lie there, and
+the first of them has a plan for just these hosts: one that was prepared, or it makes one now.
+Whoever decides may be lost, too: nothing is known to a process that has no successor.
 
 What a host knows lies in a folder that ends with torchrun's agent (``elastic.folder_of_host``):
 
@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,16 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.healing.choices import Choice, Question
-from heterog.healing.elastic import exit_now, folder_of_host, has_met, on_sigterm
+from heterog.healing.elastic import (
+    any_rank,
+    end_cut_links,
+    exit_now,
+    folder_of_host,
+    gather,
+    has_met,
+    on_sigterm,
+    set_silence,
+)
 from heterog.healing.job import check_can_heal, last_step
 from heterog.healing.options import HealOptions
 from heterog.healing.rank import HealingRank
@@ -37,8 +47,8 @@ from heterog.healing.record import Assignment, Trained, read_events, write_event
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, Part, Shelf, newest_complete, to_go_on_from
 from heterog.records import parse_dataclass
-from heterog.runtime.accelerators import has_accelerator
-from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
+from heterog.runtime.accelerators import CPU_BACKEND, has_accelerator, is_on_cpus
+from heterog.runtime.rank import as_rank, end_together, is_of_another, join, meet
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.ranks.host_places import HOST, RankHas, own_place, ranks_in_plan, say_to_all
 from heterog.runtime.request import RunRequest
@@ -49,8 +59,12 @@ _SILENT_S = 6.0
 """Least seconds without an answer after which a host counts as lost, as on Ray."""
 _SILENT_STEPS = 10.0
 """Least planned steps that this takes: a step may be slower than planned."""
+_JOINED_S = 30.0
+"""Longest wait for ranks that have met to join: one of them may be cut off by then."""
 _PLANNED_S = 300.0
-"""Longest wait for the rank that plans, which may have to compile."""
+"""Longest wait for a plan; who plans may have to compile."""
+_LOOK_S = 0.05
+"""Seconds between looks at whether there is a plan."""
 _RESTART_S = 8.0
 """Seconds from a loss to the next step beside what is moved, in trials; moves are judged by it."""
 _OTHERS_S = 60.0
@@ -89,7 +103,6 @@ class Generation:
     Attributes:
         whole: The plan that was asked for.
         journal: Path of the events of all generations that this host knows.
-        store: The store by which the ranks have met.
         number: Number of times ranks were started before.
         devices: Device of the whole cluster of each rank of the plan.
         is_first: Whether this is rank 0 of the plan.
@@ -108,26 +121,39 @@ class Generation:
         self._before = tuple(before[-1]["devices"]) if before else every
         if before:
             os.environ[HOST] = before[-1]["host"]
-        self.store = meet(request.limits.timeout_s)
-        # What each rank has, the last and first generation that its host knows, whether it knows
-        # that a snapshot was complete, and parts there.
-        numbers = [before[each]["generation"] if before else -1 for each in (-1, 0)]
-        kept = read_events(self.journal, event="kept")[0] or (before and before[-1]["was_kept"])
-        own = asdict(own_place()), *numbers, bool(kept), Shelf(self.folder).parts()
-        texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
-        said = zip(*map(json.loads, texts), strict=True)
-        places, lasts, told_since, kept, self._parts = said
-        cluster, rank = self.whole.cluster, int(os.environ["RANK"])
-        device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
-        device, self.devices = device_of[rank], tuple(sorted(device_of))
-        self.number, self._was_kept = 1 + max(lasts), any(kept)
+        cluster, limit_s = self.whole.cluster, request.limits.timeout_s
+        store = meet(limit_s)
+        places = say_to_all(store, "heterog/place/", json.dumps(asdict(own_place())), limit_s)
+        device_of = ranks_in_plan(cluster, [RankHas(**json.loads(each)) for each in places])
+        device, self.devices = device_of[int(os.environ["RANK"])], tuple(sorted(device_of))
         first_of = {cluster.host_of[each]: each for each in reversed(self.devices)}
         self._firsts = sorted(first_of.values())  # the first device of each host that is there
         self.is_first, self.is_first_of_host = device == self.devices[0], device in self._firsts
-        since = [self.number if each < 0 else each for each in told_since]
-        self.reports = (since[rank], device) == min(zip(since, device_of, strict=True))
         self._host = cluster.hosts[cluster.host_of[device]].name
         self.planning: Service | None = None
+        if self.is_first:
+            first = request.plan, request.source_of(self.whole)
+            # Nothing was computed yet, and no accelerator, which no fork could use, is here.
+            self.planning = Service(
+                "heterog.healing.planning", first, is_forked=not has_accelerator()
+            )
+        # From here on it is seen at once that a host is cut off.
+        join(
+            min(limit_s, _JOINED_S),
+            backend=CPU_BACKEND if is_on_cpus(cluster) else "",
+            agreed=(store, self.devices.index(device)),
+        )
+        set_silence(limit_s)
+        end_cut_links()
+        # The last and first generation that each rank's host knows, whether it knows that a
+        # snapshot was complete, and parts there.
+        numbers = [before[each]["generation"] if before else -1 for each in (-1, 0)]
+        kept = read_events(self.journal, event="kept")[0] or (before and before[-1]["was_kept"])
+        said = zip(*gather([*numbers, bool(kept), Shelf(self.folder).parts()]), strict=True)
+        lasts, told_since, was_kept, self._parts = said
+        self.number, self._was_kept = 1 + max(lasts), any(was_kept)
+        since = [(self.number if each < 0 else each) for each in told_since]
+        self.reports = device == min(zip(since, self.devices, strict=True))[1]
 
     def decide(self) -> Assignment:
         """What this generation runs; all ranks call it.
@@ -143,9 +169,13 @@ class Generation:
             self._wait_for_others("no complete snapshot is left here")
         if self.number or has_met():
             checkpoint = to_go_on_from(moment, checkpoint, was_kept=self._was_kept, say=self._say)
-        limit_s = max(_PLANNED_S, self.request.limits.timeout_s)
-        own = self._plan_text(limit_s) if self.is_first else ""
-        text = "".join(say_to_all(self.store, "heterog/plan/", own, limit_s))
+        # Ranks that wait for a plan go on talking, or nobody would miss one that is cut off.
+        found = ThreadPoolExecutor(1).submit(self._plan_text) if self.is_first else None
+        set_silence(_SILENT_S)
+        while not any_rank(found is not None and found.done())[0]:
+            time.sleep(_LOOK_S)
+        set_silence(self.request.limits.timeout_s)
+        (text, *_) = gather(found.result() if found is not None else "")
         if text.startswith("error "):
             why = text.removeprefix("error ")
             self._wait_for_others(why)
@@ -157,7 +187,6 @@ class Generation:
         about = {"generation": self.number, "host": self._host, "devices": self.devices}
         was_kept = self._was_kept or moment is not None
         self.tell("began", **about, method=method, seconds=seconds, was_kept=was_kept)
-        os.environ[HOST] = self._host  # by which the plan's ranks are found
         return Assignment(
             generation=self.number,
             plan=str(plan),
@@ -195,17 +224,15 @@ class Generation:
             self._say(f"{why}; waiting {_OTHERS_S:g} s for hosts that are missing")
             time.sleep(_OTHERS_S)
 
-    def _plan_text(self, limit_s: float) -> str:
+    def _plan_text(self) -> str:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
-        first = self.request.plan, self.request.source_of(self.whole)
-        # Nothing was computed yet, and no accelerator, which no fork could use, is here.
-        planning = Service("heterog.healing.planning", first, is_forked=not has_accelerator())
-        self.planning, path, why = planning, self._file_of(self.devices), ""
+        assert self.planning is not None
+        planning, path, why = self.planning, self._file_of(self.devices), ""
         while not path.exists():
             asked = planning.ask(self._question(self.devices, self._before))
             try:
-                planning.answer_to(0, limit_s)
-                planning.answer_to(asked, limit_s)
+                planning.answer_to(0, _PLANNED_S)
+                planning.answer_to(asked, _PLANNED_S)
             except HeterogError as error:
                 if why or not planning.has_ended:
                     return f"error {error}"
@@ -240,7 +267,6 @@ class TorchrunRank(HealingRank):
         super().__init__(
             generation.request,
             assignment,
-            store=generation.store,
             silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
         )
         self._folder, self._given = generation.folder, set[str]()

@@ -27,10 +27,10 @@ from heterog.errors import InputFileError
 from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.costs import BusyClock, device_seconds
-from heterog.healing.elastic import any_rank, end_cut_links, set_silence
+from heterog.healing.elastic import any_rank, set_silence
 from heterog.healing.record import Assignment, Event, write_events
 from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
-from heterog.healing.snapshots import SnapshotWriter
+from heterog.healing.snapshots import SLOW_BYTES_PER_S, SnapshotWriter
 from heterog.lowering import lower
 from heterog.records import parse_dataclass
 from heterog.runtime.accelerators import is_accelerated
@@ -58,7 +58,6 @@ class HealingRank:
     Args:
         request: How it trains.
         assignment: What the generation runs.
-        store: The store of ``meet``, if the ranks have met.
         silent_s: Seconds without an answer after which a rank gives up waiting for another one,
             from the second step on; 0 leaves the timeout of the process group.
     """
@@ -68,13 +67,17 @@ class HealingRank:
         request: RunRequest,
         assignment: Assignment,
         *,
-        store: Any = None,
         silent_s: float = 0.0,
     ) -> None:
         self._request, self._assignment, self._silent_s = request, assignment, silent_s
         self._plan = plan = load_plan(assignment.plan)
         folder = Path(assignment.folder)
-        self._step, workload = set_up(plan, request, store, _captured.get(folder))
+        graph = plan.graph
+        num_bytes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)
+        # Whoever writes a snapshot is waited for as if the disk were slow.
+        longest_s = silent_s + (1 + graph.optimizer_state_ratio) * num_bytes / SLOW_BYTES_PER_S
+        self._written_s = min(request.limits.timeout_s, longest_s)
+        self._step, workload = set_up(plan, request, _captured.get(folder))
         self._rank = dist.get_rank()
         host_of, redundancy = plan.cluster.host_of, assignment.redundancy
         if redundancy is None:
@@ -98,8 +101,6 @@ class HealingRank:
         )
         self._is_kept = False  # any snapshot of this generation, as was told
         self._untold: list[Event] = []
-        if silent_s:
-            end_cut_links()
         self._take_up()
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
@@ -110,10 +111,12 @@ class HealingRank:
         step, last = self._step, self._assignment.last
         first = step.num_steps + 1
         begin_s = time.perf_counter()
-        is_next = True  # before the first step, too, ranks may be late
+        is_next = False
         for number in range(first, last + 1):
             tell(f"step {number} of {last}")
-            dist.barrier()
+            dist.barrier()  # for which those wait longer that have written sooner
+            if is_next:
+                self._set_silence(self._silent_s)
             busy_s: list[float] = []
             if self._clock is None and number % LOOK_STEPS == 0 and number > first:
                 loss_tensor, start_s, finish_s = step.record(self._batch)
@@ -125,8 +128,7 @@ class HealingRank:
             if number == first:
                 check_can_save(step)
                 self._begin_look(number)
-            if is_next and self._silent_s:
-                set_silence(self._silent_s, self._groups)
+                self._set_silence(self._silent_s)
             is_next, is_wanted, is_due = self._writer.end_step(
                 self._assignment.stop.exists(), self._rank == 0 and self._is_due(number)
             )
@@ -157,7 +159,7 @@ class HealingRank:
         """Finish pending updates, save, and report how it ended."""
         if is_done and self._request.save is not None:
             tell("saving the checkpoint")
-            self._wait_for_writing()
+            self._set_silence(self._request.limits.timeout_s)
             save_checkpoint(self._step, self._request.save)
         self._step.flush()
         tell("leaving")
@@ -177,15 +179,14 @@ class HealingRank:
         host = self._plan.cluster.hosts[self._plan.cluster.host_of[self._rank]].name
         self._write("no snapshot", why=f"{host}: {why}")
 
-    def _wait_for_writing(self) -> None:
-        """Let ranks wait for others that write to a disk, for longer than for a step."""
+    def _set_silence(self, seconds: float) -> None:
+        """Say for how long ranks wait for others that give no answer."""
         if self._silent_s:
-            set_silence(self._request.limits.timeout_s, self._groups)
+            set_silence(seconds, self._groups)
 
     def _take_up(self) -> None:
         """Load the state that the job had reached."""
         step, moment = self._step, self._assignment.moment
-        moved = torch.zeros(2, dtype=torch.int64)
         if moment is not None:
             names = [part.name for part in parts_of(moment)]
             self._bring(f"{name}{INDEX}" for name in names)
@@ -198,12 +199,10 @@ class HealingRank:
             read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
-            moved = torch.tensor([snapshot.num_bytes, snapshot.far_bytes])
         elif self._assignment.checkpoint:
             load_checkpoint(step, self._assignment.checkpoint)
-        dist.all_reduce(moved)
-        num_bytes, far_bytes = moved.tolist()
-        self._write("taken up", step=step.num_steps, num_bytes=num_bytes, far_bytes=far_bytes)
+        dist.barrier()
+        self._write("taken up", step=step.num_steps)
 
     def _bring(self, names: Iterable[str]) -> None:
         """Bring files here; without room for them this rank counts as lost, and others go on."""
@@ -245,7 +244,7 @@ class HealingRank:
             "num_steps": step.num_steps,
         }
         writer = self._writer
-        self._wait_for_writing()
+        self._set_silence(self._written_s)
         writer.take(number, *own_entries(step, step.model), about)
         if self._rank == 0:
             told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}

@@ -108,8 +108,6 @@ class Move:
         plan_s: Seconds from there until the new ranks knew what to run.
         move_s: Seconds from there until they had their state.
         first_step_s: Seconds from there until they had done a step.
-        num_bytes: Bytes of state that they read.
-        far_bytes: Bytes of those that came from other hosts.
     """
 
     why: str
@@ -122,8 +120,6 @@ class Move:
     plan_s: float = 0.0
     move_s: float = 0.0
     first_step_s: float = 0.0
-    num_bytes: int = 0
-    far_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,8 +181,6 @@ class Trained:
                 if move is not None:
                     move.step, move.move_s = int(event["step"]), at_s - self.last_event_s
                     self._taken_up_s = at_s
-                    move.num_bytes = int(event["num_bytes"])
-                    move.far_bytes = int(event["far_bytes"])
             case "step":
                 number = int(event["step"])
                 if move is not None and number == move.step + 1:

@@ -256,8 +256,6 @@ class Snapshot:
     Attributes:
         moment: Which.
         contents: Index of the snapshot, in the form of a checkpoint's.
-        num_bytes: Bytes read so far.
-        far_bytes: Bytes of those in parts that came from other hosts.
 
     Raises:
         LostError: a part is not there.
@@ -266,12 +264,10 @@ class Snapshot:
 
     def __init__(self, shelf: Shelf, moment: Moment) -> None:
         self._shelf, self.moment = shelf, moment
-        here = set(shelf.parts())
-        self._near = {part.number for part in here if part.moment == moment}
         self._content: dict[int, Any] = {}
-        for number in self._near:
-            self._open(number)
-        self.num_bytes = self.far_bytes = 0
+        for part in shelf.parts():
+            if part.moment == moment:
+                self._open(part.number)
         indices = [bytes(shelf.content(part.files[0])) for part in parts_of(moment)]
         self.contents = _contents(list(map(json.loads, indices)))
 
@@ -280,14 +276,12 @@ class Snapshot:
         return {name: self._tensor(self.contents.tensors[name]) for name in names}
 
     def _tensor(self, saved: SavedTensor) -> Tensor:
-        number = part_of(saved)
-        self.num_bytes += saved.num_bytes
-        self.far_bytes += saved.num_bytes * (number not in self._near)
         dtype: torch.dtype = getattr(torch, saved.dtype)
         if not saved.num_bytes:
             return torch.empty(saved.shape, dtype=dtype)
         count = saved.num_bytes // dtype.itemsize
-        flat = torch.frombuffer(self._open(number), dtype=dtype, count=count, offset=saved.offset)
+        content = self._open(part_of(saved))
+        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=saved.offset)
         return flat.view(saved.shape)
 
     def _open(self, number: int) -> Any:

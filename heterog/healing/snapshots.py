@@ -24,7 +24,7 @@ from heterog.runtime.step.collectives import group_limit, open_group
 
 _REST = 10.0
 """Seconds of training between snapshots for each second that one takes, for which ranks wait."""
-_SLOW_BYTES_PER_S = 3e6
+SLOW_BYTES_PER_S = 3e6
 """As slowly as this may files be carried, one after another: ranks that stand still are noticed
 where they train."""
 _PIECE_BYTES = 1 << 24
@@ -237,7 +237,7 @@ class SnapshotWriter:
         said = gather({name: len(value) for name, value in own.items()}, self._group)
         going = [(*way, said[way[1]].get(way[0])) for way in ways(said)]
         num_bytes = sum(size or 0 for *_, size in going)
-        set_silence(self._limit_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
+        set_silence(self._limit_s + num_bytes / SLOW_BYTES_PER_S, [self._group])
         for name, source, target, size in going:
             if source == rank and size:
                 for piece in torch.split(own[name], _PIECE_BYTES):

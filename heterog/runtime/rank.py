@@ -56,7 +56,11 @@ _CONNECT_S = 5.0
 
 
 def join(
-    timeout_s: float, *, backend: str = "", cluster: Cluster | None = None, store: Any = None
+    timeout_s: float,
+    *,
+    backend: str = "",
+    cluster: Cluster | None = None,
+    agreed: tuple[Any, int] | None = None,
 ) -> None:
     """Join the job that the environment describes, as one of its ranks.
 
@@ -66,15 +70,15 @@ def join(
             rank of this machine can have one, and gloo for everything else.
         cluster: The plan's cluster: under torchrun, ranks take the numbers of its devices; without
             it, torchrun's numbers.
-        store: The store of ``meet``, if the ranks have met.
+        agreed: The store of ``meet``, and the number of this rank, if they have agreed on them.
 
     Raises:
         HeterogError: a variable is missing, the port is in use, or a machine is no host of the
             cluster.
     """
     chosen = backend or _backend()
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-    store = store or meet(timeout_s)
+    world_size = _number("WORLD_SIZE")
+    store, rank = agreed or (meet(timeout_s), _number("RANK"))
     if cluster is not None and "TORCHELASTIC_RUN_ID" in os.environ and PORT_FILE not in os.environ:
         rank = rank_in_plan(cluster, store, timeout_s)
     limit = timedelta(seconds=timeout_s)
@@ -148,27 +152,26 @@ def workload_of(plan: Plan, request: RunRequest) -> Workload:
 
 
 def set_up(
-    plan: Plan, request: RunRequest, store: Any = None, captured: CapturedStep | None = None
+    plan: Plan, request: RunRequest, captured: CapturedStep | None = None
 ) -> tuple[DeployedStep, Workload]:
-    """Join the others and deploy the plan with its workload.
+    """Join the others, unless that is done, and deploy the plan with its workload.
 
     Args:
         plan: Plan to run; device ``i`` of its cluster is rank ``i``.
         request: Has the source of the workload, and how long to wait for the others.
-        store: The store of ``meet``, if the ranks have met.
         captured: The workload's step, if it is captured already.
 
     Raises:
         HeterogError: plan and model do not fit, or nothing names the model.
     """
     workload = workload_of(plan, request)
-    tell("joining the others")
-    join(
-        request.limits.timeout_s,
-        backend=CPU_BACKEND if is_on_cpus(plan.cluster) else "",
-        cluster=plan.cluster,
-        store=store,
-    )
+    if not dist.is_initialized():
+        tell("joining the others")
+        join(
+            request.limits.timeout_s,
+            backend=CPU_BACKEND if is_on_cpus(plan.cluster) else "",
+            cluster=plan.cluster,
+        )
     tell("capturing the model")
     step = DeployedStep(workload, plan, captured=captured)
     if step.compiler is not None:

@@ -78,7 +78,7 @@ def test_steps_that_are_done_again_count_once() -> None:
     for step in (1, 2, 3):
         hear("step", step=step, loss=float(step), seconds=1.0)
     trained.moves.append(Move(kind="lost", why=""))
-    hear("taken up", step=2, num_bytes=5, far_bytes=1)
+    hear("taken up", step=2)
     hear("step", step=3, loss=30.0, seconds=1.0)
     assert trained.losses == {1: 1.0, 2: 2.0, 3: 30.0}
     assert trained.moves[0].steps_done_again == 1

@@ -72,7 +72,6 @@ def test_boxes_of_all_parts_are_read_whatever_their_type(tmp_path: Path) -> None
     assert torch.equal(torch.cat([first, second]), torch.arange(9.0).view(3, 3))
     assert int(count) == 6
     assert none.shape == (0, 4)
-    assert (snapshot.num_bytes, snapshot.far_bytes) == (9 * 4 + 8, 0)
 
 
 def test_what_is_older_than_settled_is_let_go_but_not_for_who_reads(tmp_path: Path) -> None:
@@ -541,10 +540,9 @@ def test_ranks_wait_longer_for_those_that_write_a_snapshot(
 ) -> None:
     """Under torchrun they wait for a step for a few seconds only, and disks may be slow."""
     done: list[Any] = []
-    healing = mock.MagicMock(_silent_s=6.0, _is_kept=False)
-    healing._wait_for_writing = partial(HealingRank._wait_for_writing, healing)
+    healing = mock.MagicMock(_silent_s=6.0, _written_s=11.0, _is_kept=False)
+    healing._set_silence = partial(HealingRank._set_silence, healing)
     healing._take_snapshot = partial(HealingRank._take_snapshot, healing)
-    healing._request.limits.timeout_s = 300.0
     healing._assignment.last, healing._step.num_steps = 3, 0
 
     def step(batch: Any) -> float:
@@ -559,7 +557,8 @@ def test_ranks_wait_longer_for_those_that_write_a_snapshot(
     monkeypatch.setattr(rank, "check_can_save", lambda step: None)
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     assert HealingRank.train(healing)
-    assert done == ["step", 6.0, 300.0, "take", "step", 6.0, "step"]
+    # Not in the step after a snapshot, in which a rank may stop, too.
+    assert done == ["step", 6.0, 11.0, "take", 6.0, "step", "step"]
     told = [call.args[0] for call in healing._write.call_args_list]
     assert told.count("kept") == 1, "as soon as one is complete, and not with the next one"
 
