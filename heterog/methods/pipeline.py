@@ -327,7 +327,7 @@ class _Enumeration(Enumeration[_Point]):
         largest = max(map(len, start.stages))
         for size in team_sizes(self.cluster, self.rules):
             for num_micro in (start.num_micro, 2 * start.num_micro):
-                if size <= largest and num_micro <= self.most_micro:
+                if size < 2 * largest and num_micro <= self.most_micro:
                     teams = (size,) * len(start.stages)
                     yield replace(start, teams=teams, num_micro=num_micro)
 

@@ -130,7 +130,7 @@ def test_a_pipeline_of_teams_means_what_was_simulated() -> None:
 
 def test_a_small_budget_reaches_every_kind_of_point() -> None:
     """What is left to try of one kind does not keep the search from the next."""
-    evaluator = Evaluator(GRAPH, Cluster.load("paper_12gpu"))
+    evaluator = Evaluator(GRAPH, Cluster.load("hap_v100_p100_16"))
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=120))
     search = _Enumeration(problem)
     with search.spending.limits():
