@@ -545,7 +545,7 @@ def test_an_interrupted_profile_goes_on(
     result = run(*call)
     assert result.code == 0, result.err
     assert samples == [64, 32, 32], "what was done is not done again"
-    assert "workload, 32 samples ..." in result.err
+    assert "workload, batch 32 ..." in result.err
     assert "workload on CPU" in result.out
     assert output.exists()
     assert not (tmp_path / "m.json.partial").exists()

@@ -44,8 +44,8 @@ BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 6  # best rows whose settings are varied
 MICRO_BATCHES = (2, 4, 8, 16)  # numbers tried for each varied row
 NUM_MADE_FIT = 2  # best rows that get ever more micro-batches if nothing fits
-MOST_MICRO_BATCHES = 64
-"""Most micro-batches that these rows get."""
+MOST_MICRO_BATCHES, MOST_FIT_TASKS = 64, 2_400_000
+"""Most micro-batches that these rows get, and about the most tasks of all that are simulated then."""
 MOST_TASKS = 1_200_000
 """Most tasks simulated at the op level for a table, up to one and a half seconds of work."""
 NUM_FINISHED = 4
@@ -341,14 +341,14 @@ class Scorer:
         return (*starts.tolist(), *kind_of(self.pair, row[starts]))
 
     def _make_fit(self) -> None:
-        """Try ever more micro-batches of the best rows until one fits, however long that takes."""
-        self._most_tasks = math.inf
+        """Try ever more micro-batches of the best rows, recomputing, until one fits."""
+        self._most_tasks = self._num_tasks + MOST_FIT_TASKS
         for row, whole in self.best_rows(NUM_MADE_FIT):
-            for num_micro in self._fewest(whole.num_micro, self.score(row, whole)):
-                for recompute in {whole.recompute, 1.0}:
-                    other = replace(whole, num_micro=num_micro, recompute=recompute)
-                    if self.score(row, other)[0] == 0.0:
-                        return
+            again = replace(whole, recompute=1.0)
+            for num_micro in self._fewest(whole.num_micro, self.score(row, again)):
+                self.score(row, replace(whole, num_micro=num_micro))
+                if self.score(row, replace(again, num_micro=num_micro))[0] == 0.0:
+                    return
 
     def _fewest(self, num_micro: int, found: Preference) -> list[int]:
         """Numbers of micro-batches with which a row may fit, ascending.
@@ -360,7 +360,8 @@ class Scorer:
             found: Its score.
         """
         least = num_micro * (1.0 + found[0] / self.pair.memory.usable_bytes.max())
-        most = min(MOST_MICRO_BATCHES, self.pair.graph.batch_size)
+        num_tasks = self.pair.graph.num_ops * self.pair.cluster.num_devices
+        most = min(MOST_MICRO_BATCHES, self.pair.graph.batch_size, MOST_FIT_TASKS // num_tasks)
         numbers = (num_micro << power for power in range(1, MOST_MICRO_BATCHES.bit_length()))
         return [number for number in numbers if least <= number <= most]
 

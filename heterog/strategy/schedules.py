@@ -382,7 +382,8 @@ def as_caps(schedule: PipelineSchedule, returns: int = 0) -> PipelineSchedule:
 
     Args:
         schedule: The turns.
-        returns: Number of further micro-batches in flight in each chunk; see ``num_returns``.
+        returns: Number of further micro-batches in flight in each chunk, if there are so many;
+            see ``num_returns``.
 
     >>> as_caps(stated_turns("1f1b", [(0,), (1,)], 1, 4, num_devices=2)).in_flight
     ((2,), (1,))
@@ -394,7 +395,8 @@ def as_caps(schedule: PipelineSchedule, returns: int = 0) -> PipelineSchedule:
         for turn in turns:
             now[turn.chunk] += (turn.work == _F) - (turn.work == last)
             most[turn.chunk] = max(most[turn.chunk], now[turn.chunk])
-        caps.append(tuple(most[chunk] + returns for chunk in sorted(most)))
+        micro = len({turn.micro for turn in turns})
+        caps.append(tuple(min(most[chunk] + returns, micro) for chunk in sorted(most)))
     return replace(schedule, in_flight=tuple(caps), turns=())
 
 

@@ -217,7 +217,7 @@ def test_a_small_batch_is_measured_once_per_size(
     tiny = model.replace(":workload", ":tiny")
     profile_local([tiny], own_journal(tmp_path / "journal", "CPU"), "CPU", tell=told.append)
     assert calls == [4, 1]
-    assert told[0] == "ops 1 of 3: tiny, 4 samples"
+    assert told[0] == "ops 1 of 3: tiny, batch 4"
 
 
 def test_a_share_that_does_not_fit_is_left_out(

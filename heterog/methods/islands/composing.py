@@ -354,7 +354,7 @@ class Estimator:
             # [num_layers, num_stages]
         """
         slices, count = self.slices, len(stages)
-        count += slices.num_returns if count > 1 else 0
+        count += slices.num_returns if count > 1 and not point.in_a_v else 0
         sizes = (
             slices.parameter_bytes, slices.state_bytes, slices.held_bytes(point.recompute)
         )  # fmt: skip

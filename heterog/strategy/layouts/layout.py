@@ -8,6 +8,7 @@ strategy can express more; layouts serve as its baselines.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
@@ -119,10 +120,11 @@ class Layout:
             "dp_replicate": 0,
             "recompute_every": 1,
             "chunks": 0,
+            "zero": 0,
         }
         for name, least in least_of.items():
             value = getattr(self, name)
-            if not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, Integral):
                 raise LayoutError(f"{name} is {value!r}; give a whole number.")
             if not least <= value <= MOST:
                 raise LayoutError(f"{name} is {value}; it must be {least} to {MOST}.")

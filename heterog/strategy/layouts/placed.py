@@ -226,10 +226,10 @@ def _remarks(
             f"{', '.join(shared)} shares a weight with a later stage: both parts run where the "
             "first one is (Megatron keeps a copy on each and sums their gradients)."
         )
-        if layout.schedule_name != "1f1b" and sizes.num_micro > 1:
+        if sizes.num_micro > 1:
             remarks.append(
-                f"Inside a turn that would wait for later stages, so {layout.schedule_name} keeps "
-                "its micro-batches in flight here, and two more, but not its order of turns."
+                f"Inside a turn that would wait for later stages, so {layout.schedule_name} has up "
+                "to two more micro-batches in flight here on each stage, and no order of turns."
             )
     if layout.zero and sizes.dp_replicate == sizes.dp > 1:
         remarks.append(
