@@ -45,7 +45,7 @@ NUM_VARIED = 6  # best rows whose settings are varied
 MICRO_BATCHES = (2, 4, 8, 16)  # numbers tried for each varied row
 NUM_MADE_FIT = 2  # best rows that get ever more micro-batches if nothing fits
 MOST_MICRO_BATCHES, MOST_FIT_TASKS = 64, 2_400_000
-"""Most micro-batches that these rows get, and about the most tasks of all that are simulated then."""
+"""Most micro-batches that these rows get, and about the most tasks that are simulated then."""
 MOST_TASKS = 1_200_000
 """Most tasks simulated at the op level for a table, up to one and a half seconds of work."""
 NUM_FINISHED = 4
