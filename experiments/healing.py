@@ -57,13 +57,12 @@ from heterog.runtime.launch import (
     parent_of,
     ranks_of_this_process,
     run_ranks,
-    signals_as_exit,
 )
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import make_plan
 from heterog.search.request import Request
-from heterog.workers import connect_to_ray
+from heterog.workers import connect_to_ray, signals_as_exit
 from heterog.zoo import load_workload
 
 FAULTS = (

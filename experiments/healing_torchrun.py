@@ -53,11 +53,12 @@ from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
 from heterog.grouped import grouped
 from heterog.healing.record import Event, read_events
-from heterog.runtime.launch import free_port, signals_as_exit
+from heterog.runtime.launch import free_port
 from heterog.runtime.rank import draw_alike
 from heterog.runtime.ranks.host_places import HOST
 from heterog.search.plan import Plan, make_plan
 from heterog.search.request import Request
+from heterog.workers import signals_as_exit
 from heterog.zoo import load_workload
 
 HOSTS = 4

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heterog.graph.workload import Batch, Workload
+from heterog.graph.workload import Batch as Batch
+from heterog.graph.workload import Workload
 
 BATCH = 8
 """Samples of the global batch: uneven over three ranks, divisible by two micro-batches."""

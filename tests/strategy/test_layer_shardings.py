@@ -122,7 +122,8 @@ def test_groups_that_only_check_are_left_alone() -> None:
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.inv(x) @ self.layer(x)
+            made: torch.Tensor = torch.linalg.inv(x) @ self.layer(x)
+            return made
 
     batch = torch.zeros(16, 4, 4), torch.zeros(16, 4, 4)
     graph = capture(Workload(Inverted, batch, functional.mse_loss, torch.optim.SGD))

@@ -8,7 +8,6 @@ strategy can express more; layouts serve as its baselines.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
@@ -124,7 +123,7 @@ class Layout:
         }
         for name, least in least_of.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise LayoutError(f"{name} is {value!r}; give a whole number.")
             if not least <= value <= MOST:
                 raise LayoutError(f"{name} is {value}; it must be {least} to {MOST}.")
