@@ -228,8 +228,8 @@ def _remarks(
         )
         if sizes.num_micro > 1:
             remarks.append(
-                f"Inside a turn that would wait for later stages, so {layout.schedule_name} has up "
-                "to two more micro-batches in flight here, but not its order of turns."
+                f"Inside a turn that would wait for later stages, so {layout.schedule_name} has "
+                "up to two more micro-batches in flight here, but not its order of turns."
             )
     if layout.zero and sizes.dp_replicate == sizes.dp > 1:
         remarks.append(
