@@ -20,9 +20,13 @@ from types import ModuleType
 
 from heterog.errors import InputFileError
 from heterog.names import shown
+from heterog.workers import Terminated
 
 FAILURES = (Exception, SystemExit)
-"""How a user's file may fail; one written as a script may end the program."""
+"""How a user's file may fail; one written as a script may end the program.
+
+``Terminated`` is no such failure: catch and raise it before these.
+"""
 _module_numbers = itertools.count()
 _folders: set[Path] = set()
 """Folders of the files that were run; imports look in the one of the last file."""
@@ -228,6 +232,8 @@ def _import(path: Path) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
+    except Terminated:
+        raise
     except FAILURES as error:
         del sys.modules[module_name]
         raise InputFileError(where_it_failed(path, error)) from error
