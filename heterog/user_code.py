@@ -11,6 +11,7 @@ import itertools
 import os
 import shlex
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,14 +20,20 @@ from types import ModuleType
 
 from heterog.errors import InputFileError
 from heterog.names import shown
+from heterog.workers import Terminated
 
 FAILURES = (Exception, SystemExit)
-"""How a user's file may fail; one written as a script may end the program."""
+"""How a user's file may fail; one written as a script may end the program.
+
+``Terminated`` is no such failure: catch and raise it before these.
+"""
 _module_numbers = itertools.count()
 _folders: set[Path] = set()
 """Folders of the files that were run; imports look in the one of the last file."""
 _aside: dict[Path, dict[str, ModuleType]] = {}
 """Modules of folders, while another folder has modules of the same names."""
+_INSTALLED = {"site-packages", "dist-packages"}
+_STANDARD = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _last: list[str] = []
 """That folder, if imports did not look there before."""
 
@@ -155,23 +162,43 @@ def script_of(source: str) -> AbstractContextManager[None]:
 def _change_namesakes(folder: Path) -> None:
     """Put a folder's own modules in the place of other folders' modules of the same names."""
     _folders.add(folder)
-    for name, module in list(sys.modules.items()):
-        owner = _owner_of(name, module)
+    own = _aside.pop(folder, {})
+    # All are asked before one is taken away: a part of a namespace package asks the whole.
+    owners = {name: _owner_of(name, module) for name, module in list(sys.modules.items())}
+    for name, owner in owners.items():
         if owner is not None and owner != folder:
             beside = folder / name.partition(".")[0]
-            if beside.is_dir() or beside.with_suffix(".py").is_file():
+            if name in own or beside.is_dir() or beside.with_suffix(".py").is_file():
                 _aside.setdefault(owner, {})[name] = sys.modules.pop(name)
-    sys.modules.update(_aside.pop(folder, {}))
+    sys.modules.update(own)
 
 
 def _owner_of(name: str, module: ModuleType) -> Path | None:
-    """The folder, among those of files that were run, in which a module was found."""
-    found = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    """The folder, among those of files that were run, in which a module was found.
+
+    A file may add a folder below its own to the path of imports. Installed packages below it, in
+    a virtual environment say, are nobody's.
+    """
+    found = _place_of(module)
     stem = name.replace(".", os.sep)
     for end in (f"{os.sep}{stem}.py", f"{os.sep}{stem}{os.sep}__init__.py", f"{os.sep}{stem}"):
         if found.endswith(end) and Path(found.removesuffix(end)) in _folders:
             return Path(found.removesuffix(end))
-    return None
+    above = [folder for folder in map(str, _folders) if found.startswith(f"{folder}{os.sep}")]
+    if not above or name == "__main__" or name.partition(".")[0] == __package__:
+        return None
+    if found.startswith(_STANDARD) or not _INSTALLED.isdisjoint(Path(found).parts):
+        return None
+    return Path(max(above, key=len))
+
+
+def _place_of(module: ModuleType) -> str:
+    """The file or folder of a module; "" if it has none, or cannot say."""
+    try:
+        found = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())))
+    except Exception:  # modules of others may run code of their own here
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def callable_in(path: Path, name: str) -> object:
@@ -205,6 +232,8 @@ def _import(path: Path) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
+    except Terminated:
+        raise
     except FAILURES as error:
         del sys.modules[module_name]
         raise InputFileError(where_it_failed(path, error)) from error

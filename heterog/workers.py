@@ -38,6 +38,10 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
+class Terminated(SystemExit):
+    """SIGTERM or SIGHUP has come; no end that a user's code has asked for."""
+
+
 @contextmanager
 def signals_as_exit() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the body like Ctrl-C, so that it can clean up.
@@ -55,7 +59,7 @@ def signals_as_exit() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        raise SystemExit(128 + number)
+        raise Terminated(128 + number)
 
     # Existing handlers (a testbed's, for instance) have the same purpose.
     numbers = [

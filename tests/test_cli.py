@@ -3,8 +3,10 @@
 import csv
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 
 import heterog
 from heterog import cli
-from heterog.errors import InputFileError
+from heterog.cli.common import interrupts_told
+from heterog.errors import HeterogError, InputFileError
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
 from heterog.zoo import load_workload
@@ -860,3 +863,27 @@ def test_plans_of_earlier_versions_have_no_intervals_of_peaks(
     told = (tmp_path / "plan.html").read_text()
     assert "by the errors of" not in told
     assert "peak memory" not in told
+
+
+@interrupts_told()
+def fail_after_ctrl_c(error: Exception, cause: Exception | None = None) -> None:
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    raise error from cause
+
+
+def test_an_error_after_a_ctrl_c_that_was_dealt_with_is_told() -> None:
+    """It became "interrupted"."""
+    try:
+        with pytest.raises(HeterogError, match="the disk is full"):
+            fail_after_ctrl_c(HeterogError("the disk is full"))
+    except KeyboardInterrupt:  # which would end pytest
+        pytest.fail("the error was not told")
+
+
+def test_an_error_that_a_library_makes_of_a_ctrl_c_is_an_interrupt() -> None:
+    made = ValueError("no schema")
+    with pytest.raises(KeyboardInterrupt):
+        fail_after_ctrl_c(made)
+    with pytest.raises(KeyboardInterrupt):  # as a user's file is reported that imports the library
+        fail_after_ctrl_c(InputFileError("mine.py: ValueError: no schema"), made)

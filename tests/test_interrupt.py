@@ -241,6 +241,25 @@ def test_an_interrupted_import_is_no_traceback(tmp_path: Path, place: str, raise
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n",
+        "import os, signal\ndef made():\n    os.kill(os.getpid(), signal.SIGTERM)\n",
+    ],
+)
+def test_a_command_that_is_terminated_in_a_users_file_blames_nobody(
+    tmp_path: Path, text: str
+) -> None:
+    """It was the file's error, with exit code 2: the file would end the program."""
+    (tmp_path / "mine.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "heterog", "capture", "mine.py:made", "-o", "graph.json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
 def test_a_command_that_is_terminated_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import os, signal\nfrom heterog.cli import main\n"

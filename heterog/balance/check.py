@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from heterog.balance.checked import BESIDE, BUFFER, EPS, Noted, Task, least_part
-from heterog.balance.kept_files import times_of_files
+from heterog.balance.kept_files import changed_files, times_of_files
 from heterog.errors import HeterogError
 from heterog.names import first_of
 from heterog.runtime.launch import RANKS_OWN, run_commands, temporary_folder
@@ -184,8 +184,7 @@ def check(request: CheckRequest, progress: Callable[[str], None] = lambda stage:
         notes.append(f"The script has ended after {number} of {request.num_updates} updates.")
     if files:
         notes.append(f"The script has left files: {_some_of(files)}.")
-    after = times_of_files(Path.cwd())
-    if changed := [str(each) for each in before if after.get(each) != before[each]]:
+    if changed := list(map(str, changed_files(before))):
         notes.append(
             f"Files that were there have changed meanwhile: {_some_of(changed)}. The script uses "
             "a library that writes outside of Python (SQLite, HDF5), or others wrote them."

@@ -44,6 +44,7 @@ from heterog.errors import HeterogError, HeterogWarning, OwnSamplesWarning
 from heterog.graph.python_state import same_draws, seed_all
 from heterog.runtime.accelerators import CPU_BACKEND, device_count, is_accelerated
 from heterog.user_code import where_it_failed
+from heterog.workers import Terminated
 
 SEED = 0
 EPS = torch.finfo(torch.float32).eps
@@ -410,6 +411,8 @@ def main() -> None:
         else:
             sys.path[0] = os.path.dirname(os.path.abspath(script))
             runpy.run_path(script, run_name="__main__")
+    except Terminated:  # by a signal, while the script runs ranks or a testbed of its own
+        raise
     except SystemExit as end:
         if end.code:
             print("" if isinstance(end.code, int) else end.code, file=sys.stderr)

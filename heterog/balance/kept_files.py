@@ -3,7 +3,7 @@
 Python tells of files that it opens, moves and removes (``sys.addaudithook``); ``torch.save`` and
 safetensors write without it and are followed, too. Other libraries that write outside of Python
 (HDF5, SQLite, Arrow, programs that a script starts) are not stopped; ``times_of_files`` before and
-after tell what they have changed.
+``changed_files`` after tell what they have changed.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -34,7 +34,7 @@ _MOST_FILES = 20_000
 def times_of_files(folder: Path) -> dict[Path, int]:
     """When the files in a folder were changed last, in ns; of caches and hidden folders none.
 
-    Files to which this process prints are left out. Of very many files, some are looked at.
+    Files to which this process prints are left out. Of very many files, the first are looked at.
     """
     found: dict[Path, int] = {}
     printed = []
@@ -42,15 +42,33 @@ def times_of_files(folder: Path) -> dict[Path, int]:
         with suppress(OSError):
             printed.append(os.fstat(stream))
     for top, folders, files in os.walk(folder):
-        folders[:] = [each for each in sorted(folders) if not each.startswith((".", "__"))]
-        for each in files:
+        folders[:] = [
+            each
+            for each in sorted(folders)
+            if not each.startswith((".", "__")) and not _is_cache(os.path.join(top, each, "file"))
+        ]
+        for path in (Path(top, each) for each in files):
+            if len(found) == _MOST_FILES:
+                return found
             with suppress(OSError):
-                status = os.stat(os.path.join(top, each))
-                if not any(os.path.samestat(status, stream) for stream in printed):
-                    found[Path(top, each)] = status.st_mtime_ns
-        if len(found) > _MOST_FILES:
-            break
+                status = path.stat()
+                if any(os.path.samestat(status, stream) for stream in printed) or _is_cache(path):
+                    continue
+                found[path] = status.st_mtime_ns
     return found
+
+
+def changed_files(before: Mapping[Path, int]) -> list[Path]:
+    """Those files of ``times_of_files`` that were changed or removed since."""
+    changed = []
+    for path, time_ns in before.items():
+        try:
+            is_same = path.stat().st_mtime_ns == time_ns
+        except OSError:
+            is_same = False
+        if not is_same:
+            changed.append(path)
+    return changed
 
 
 class KeptFiles:

@@ -346,6 +346,7 @@ def interrupts_told() -> Iterator[None]:
     """Raise ``KeyboardInterrupt`` after a Ctrl-C, whatever became of it in the body.
 
     Libraries that are being imported may make an error of their own of it, as pydantic does.
+    heterog's own errors stay, but for those that only tell of another's.
     """
     before, is_interrupted = signal.getsignal(signal.SIGINT), False
 
@@ -360,8 +361,9 @@ def interrupts_told() -> Iterator[None]:
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-    except Exception:
-        if is_interrupted:
+    except Exception as error:
+        is_own = isinstance(error, HeterogError) and error.__cause__ is None
+        if is_interrupted and not is_own:
             raise KeyboardInterrupt from None
         raise
     finally:

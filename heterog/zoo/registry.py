@@ -19,6 +19,7 @@ from heterog.user_code import (
     split_source,
     where_it_failed,
 )
+from heterog.workers import Terminated
 
 
 class BatchSizeError(HeterogError):
@@ -127,6 +128,8 @@ def _call(path: Path, function: object, name: str, batch_size: int | None) -> Wo
     options = _call_options(path, function, name, batch_size)
     try:
         workload = function(**options)
+    except Terminated:
+        raise
     except FAILURES as error:
         raise InputFileError(where_it_failed(path, error)) from error
     if not isinstance(workload, Workload):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from heterog import cli
 from heterog.balance import checked as checked_rank
+from heterog.balance import kept_files
 from heterog.balance.check import (
     LATER,
     CheckRequest,
@@ -26,7 +27,7 @@ from heterog.balance.check import (
     differences,
 )
 from heterog.balance.checked import EPS, Noted
-from heterog.balance.kept_files import KeptFiles
+from heterog.balance.kept_files import KeptFiles, changed_files, times_of_files
 from heterog.errors import HeterogError
 from tests.thorough import few_of
 
@@ -152,6 +153,40 @@ def test_a_changed_data_base_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         os.utime(tmp_path / name, (0, 0))
     notes = " ".join(checked("sqlite", num_updates=2).notes)
     assert "Files that were there have changed meanwhile: runs.db. The script" in notes
+
+
+def test_of_many_files_only_those_that_were_looked_at_may_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New files moved the place at which the limit is reached, so others seemed to be gone."""
+    monkeypatch.setattr(kept_files, "_MOST_FILES", 4)
+    for folder in ("b", "c"):
+        (tmp_path / folder).mkdir()
+        for number in range(6):
+            (tmp_path / folder / str(number)).touch()
+    before = times_of_files(tmp_path)
+    assert [path.parent.name for path in before] == ["b"] * 4  # the limit is inside a folder
+    (tmp_path / "a").mkdir()
+    for folder in ("a", "b"):
+        for number in range(10, 20):
+            (tmp_path / folder / str(number)).touch()
+    assert changed_files(before) == []
+    written, removed = list(before)[:2]
+    os.utime(written, (0, 0))
+    removed.unlink()
+    assert changed_files(before) == [written, removed]
+
+
+def test_caches_below_the_working_folder_may_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME"):
+        (folder := tmp_path / name / "inner").mkdir(parents=True)
+        (folder / "cached").touch()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("own.csv", "own.lock"):
+        (tmp_path / name).touch()
+    assert [path.name for path in times_of_files(tmp_path)] == ["own.csv"]
 
 
 def test_a_loop_that_takes_up_the_run_before_is_refused(

@@ -210,6 +210,68 @@ def test_files_of_two_folders_import_their_own_neighbours(tmp_path: Path) -> Non
         assert batch_size_of(f"{path}:of_neighbour") == size
 
 
+def test_a_module_of_a_folder_below_the_file_stays_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file adds a folder to the path of imports; the second has a module beside it."""
+    made = "from below import SIZE\ndef made():\n    return workload(SIZE)\n"
+    adds = "import sys, os\nsys.path.insert(0, os.path.dirname(__file__) + '/src')\n"
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    sources = {}
+    for size, inner, extra in ((5, "src", adds + made), (6, ".", made)):
+        (folder := tmp_path / str(size) / inner).mkdir(parents=True)
+        write(folder, f"SIZE = {size}\n", "below.py")
+        path = write(tmp_path / str(size), GOOD_FILE.format(extra=extra))
+        sources[size] = f"{path}:made"
+    kept: dict[int, object] = {}
+    for size in (5, 6, 5, 6):
+        assert batch_size_of(sources[size]) == size
+        assert kept.setdefault(size, sys.modules["below"]) is sys.modules["below"]
+
+
+def test_installed_packages_below_a_file_are_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home folder has virtual environments below it; another has such a name."""
+    packages = tmp_path / "env" / "lib" / "site-packages"
+    packages.mkdir(parents=True)
+    write(packages, "SIZE = 7\n", "installed_one.py")
+    monkeypatch.syspath_prepend(packages)
+    made = "import installed_one\ndef made():\n    return workload(installed_one.SIZE)\n"
+    home = write(tmp_path, GOOD_FILE.format(extra=made))
+    assert batch_size_of(f"{home}:made") == 7
+    kept = sys.modules["installed_one"]
+    (tmp_path / "other" / "installed_one").mkdir(parents=True)
+    other = write(tmp_path / "other", GOOD_FILE.format(extra=made))
+    assert batch_size_of(f"{other}:made") == 7
+    assert sys.modules["installed_one"] is kept
+
+
+def test_nested_namespace_packages_of_two_folders(tmp_path: Path) -> None:
+    """Folders without __init__.py; the inner one asks the outer one where it is."""
+    extra = "from outer_part.inner_part.mod import SIZE\ndef made():\n    return workload(SIZE)\n"
+    for size in (5, 6, 5):
+        (folder := tmp_path / str(size) / "outer_part" / "inner_part").mkdir(
+            parents=True, exist_ok=True
+        )
+        write(folder, f"SIZE = {size}\n", "mod.py")
+        path = write(tmp_path / str(size), GOOD_FILE.format(extra=extra))
+        assert batch_size_of(f"{path}:made") == size
+
+
+def test_a_module_that_cannot_say_where_it_is_belongs_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Strange:
+        @property
+        def __path__(self) -> list[str]:
+            raise RuntimeError("not now")
+
+    monkeypatch.setitem(sys.modules, "strange_one", Strange())
+    path = write(tmp_path, GOOD_FILE.format(extra=""))
+    assert batch_size_of(f"{path}:workload") == 8
+
+
 def test_an_edited_user_file_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD_FILE.format(extra=""))
     assert batch_size_of(f"{path}:workload") == 8
