@@ -46,7 +46,8 @@ class HealingLoop:
         model: The model as wrapped; any wrapper will do.
         optimizer: The optimizer of its parameters.
         balancer: The balancer whose loader the loop uses.
-        others: Further objects with a state to keep, by name: a scheduler, an average.
+        others: Further objects with a state to keep, by name: a scheduler, an average. All ranks
+            have the same ones, with equally many tensors.
         checkpoint: Folder of a checkpoint written beside training; empty for none.
         checkpoint_s: Seconds between checkpoints.
         silent_s: Seconds without an answer after which a rank gives up waiting for another one
@@ -58,7 +59,8 @@ class HealingLoop:
         resumed_from: The step or folder that ``restore`` resumed from; empty on a first start.
 
     Raises:
-        HeterogError: parameters are sharded, or there is no process group.
+        HeterogError: parameters are sharded, ranks have different objects, or there is no process
+            group.
     """
 
     def __init__(
@@ -85,17 +87,23 @@ class HealingLoop:
         self.resumed_from = ""
         self._model, self._optimizer, self._balancer = model, optimizer, balancer
         self._others = dict(others or {})
+        nums_tensors = {}
         for of, states in self._objects().items():
             for name, state in states.items():
+                tensors: list[Tensor] = []
                 try:
-                    json.dumps(_said(state, []))
+                    json.dumps(_said(state, tensors))
                 except TypeError as error:
                     raise HeterogError(
                         f"HealingLoop: no snapshot can hold {name} of the {of} ({error}); its "
                         "state may have tensors, dicts, lists, tuples, numbers and texts."
                     ) from error
+                nums_tensors[f"{name} of the {of}"] = len(tensors)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._who = gather(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
+        who = f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}"
+        said = gather([who, nums_tensors])
+        self._who = [each for each, _ in said]
+        _check_alike([each for _, each in said])
         elastic.end_cut_links()
         if silent_s:  # from here on: ranks may start at different times
             set_silence(silent_s)
@@ -272,6 +280,23 @@ class HealingLoop:
         speeds = [float(had[name].pop(0)) if had.get(name) else mean for name in self._who]
         sampler = self._balancer.share_sampler
         sampler.set_shares(shares_from_speeds([max(s, 1.0) for s in speeds], sum(shares)))
+
+
+def _check_alike(nums_tensors: Sequence[Mapping[str, int]]) -> None:
+    """Ranks write tensors of objects by turns, so all must have them.
+
+    Args:
+        nums_tensors: For each rank its objects and the numbers of their tensors.
+    """
+    first = nums_tensors[0]
+    for rank, found in enumerate(nums_tensors):
+        for name in sorted({*first, *found}):
+            if first.get(name) != found.get(name):
+                has = [each.get(name, "no") for each in (first, found)]
+                raise HeterogError(
+                    f"HealingLoop: all ranks need the same objects, and {name} has {has[0]} "
+                    f"tensors on rank 0 and {has[1]} on rank {rank}; give them to all ranks."
+                )
 
 
 def _said(state: object, tensors: list[Tensor]) -> object:

@@ -62,7 +62,7 @@ _SILENT_STEPS = 10.0
 _JOINED_S = 30.0
 """Longest wait for ranks that have met to join: one of them may be cut off by then."""
 _PLANNED_S = 300.0
-"""Longest wait for a plan; who plans may have to compile."""
+"""Least time to wait for a plan; who plans may have to compile."""
 _LOOK_S = 0.05
 """Seconds between looks at whether there is a plan."""
 _RESTART_S = 8.0
@@ -228,11 +228,12 @@ class Generation:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
         assert self.planning is not None
         planning, path, why = self.planning, self._file_of(self.devices), ""
+        wait_s = max(_PLANNED_S, self.request.limits.timeout_s)
         while not path.exists():
             asked = planning.ask(self._question(self.devices, self._before))
             try:
-                planning.answer_to(0, _PLANNED_S)
-                planning.answer_to(asked, _PLANNED_S)
+                planning.answer_to(0, wait_s)
+                planning.answer_to(asked, wait_s)
             except HeterogError as error:
                 if why or not planning.has_ended:
                     return f"error {error}"

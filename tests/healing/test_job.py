@@ -460,6 +460,22 @@ def test_a_loop_is_refused_whose_state_no_snapshot_can_hold(state: object) -> No
             HealingLoop(nn.Identity(), mock.Mock(), mock.Mock(), others={"average": keeps})
 
 
+def test_a_loop_is_refused_whose_ranks_keep_different_tensors() -> None:
+    """A rank that lacks a tensor would be the one to write it."""
+    average = mock.Mock(state_dict=lambda: {"weights": [torch.ones(2), torch.ones(3)]})
+    group = mock.Mock(get_rank=lambda: 0, get_world_size=lambda: 2)
+
+    def gather(value: Any) -> list[Any]:
+        return [value, ["b:0", {"average of the others": 1}]]
+
+    with (
+        mock.patch("heterog.healing.loop.dist", group),
+        mock.patch("heterog.healing.loop.gather", gather),
+        pytest.raises(HeterogError, match=r"average of the others has 2 .* 0 and 1 on rank 1"),
+    ):
+        HealingLoop(nn.Identity(), mock.Mock(), mock.Mock(), others={"average": average})
+
+
 def test_states_of_other_objects_are_held_as_they_are() -> None:
     """JSON alone has no tensors and tuples, and makes texts of numbers that are keys."""
     model = nn.Linear(2, 1)
@@ -558,9 +574,44 @@ def test_ranks_that_wait_for_a_plan_go_on_talking(
     is_over, lost = threading.Event(), RuntimeError("Connection closed by peer")
     monkeypatch.setattr(generation, "_plan_text", lambda: is_over.wait(WAIT_S))  # it takes long
     monkeypatch.setattr(on_torchrun, "any_rank", mock.Mock(side_effect=[[False], lost]))
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        generation.decide()
-    is_over.set()
+    try:
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            generation.decide()
+    finally:
+        is_over.set()
+
+
+@pytest.mark.parametrize(("timeout_s", "waits_s"), [(60.0, 300.0), (1800.0, 1800.0)])
+def test_a_plan_may_take_as_long_as_anything_else(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_s: float,
+    waits_s: float,
+) -> None:
+    alone(monkeypatch, tmp_path, lambda value: [value])
+    monkeypatch.setattr(on_torchrun, "say_to_all", lambda *said: [said[2]])
+    for name, value in {"RANK": "0", "GROUP_RANK": "0", "LOCAL_RANK": "0", HOST: ""}.items():
+        monkeypatch.setenv(name, value)
+    request = RunRequest(
+        plan=folder / "plan.json",
+        sources=(str(folder / "model.py"),),
+        limits=Limits(timeout_s=timeout_s),
+    )
+    generation = on_torchrun.Generation(request, HealOptions())
+    generation.devices = generation.devices[:1]  # for which there is no plan yet
+    assert isinstance(generation.planning, mock.Mock)
+    waited: list[float] = []
+
+    def answer_to(number: int, most_s: float) -> None:
+        waited.append(most_s)
+        if number:
+            (tmp_path / "left-0.json").write_text("{}")
+
+    generation.planning.ask.return_value = 1
+    generation.planning.answer_to.side_effect = answer_to
+    assert generation._plan_text() == "{}"
+    assert waited == [waits_s, waits_s]
 
 
 def test_a_host_reports_that_came_before_rank_0_of_the_plan(

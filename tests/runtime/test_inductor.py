@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heterog.runtime.step.compiled import _SPELT_OUT, _inductor, as_compiled
+from heterog.runtime.step.compiled import _SPELT_OUT, _inductor, as_compiled, reads_rounded
 from heterog.runtime.step.recipes import Like
 from heterog.runtime.step.replays import Kernels
 from tests.thorough import few_of
@@ -62,6 +62,12 @@ def like(value: Tensor) -> Like:
     return Like(value.shape, value.stride(), value.dtype, value.device)
 
 
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
+    return [x, y, torch.randint(1, 9, (4, 4))]
+
+
 def sums(given: Sequence[Tensor]) -> list[Tensor]:
     x, y, n = given
     return [
@@ -103,6 +109,39 @@ def rounded(given: Sequence[Tensor]) -> list[Tensor]:
     return [x - half, less.view(-1, 2).float().abs(), x > less]
 
 
+def rounded_parts(given: Sequence[Tensor]) -> list[Tensor]:
+    """The same of some of the numbers, which are moved, computed with or written in place."""
+    x, y, n = given
+    left, right = x.bfloat16().chunk(2, -1)
+    kept = torch.zeros(4, 4, dtype=torch.bfloat16)
+    kept[1:].copy_(x[1:])
+    return [
+        x[:, :2] - left,
+        right.double(),
+        x + (-x.bfloat16()).double(),
+        x.flip(0) - x.bfloat16().flip(0),
+        x - kept,
+        y - torch.ops.prims.convert_element_type(y, torch.float16),
+        torch.zeros(4, 4, dtype=torch.float16).add_(x) - x,
+        (n + 1000) - (n + 1000).bfloat16().long(),
+    ]
+
+
+def multiplied(given: Sequence[Tensor]) -> list[Tensor]:
+    """Products of rounded numbers, whose kernels read rounded numbers and write them."""
+    x, y, _ = given
+    left, right = x.bfloat16(), y.bfloat16()
+    product = torch.addmm(right[0], left, right.t())
+    return [product.double() + x, torch.bmm(left[None], right[None]).double(), left * 2]
+
+
+def chosen(given: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers that were in half precision before, and integers that are indices only."""
+    held = torch.zeros(9, 4, dtype=torch.bfloat16)
+    *_, n = given
+    return [held[n[0]].float(), held.half().clone()]
+
+
 def not_numbers(given: Sequence[Tensor]) -> list[Tensor]:
     """No number times zero is none."""
     x, *_ = given
@@ -120,9 +159,7 @@ SPELT_OUT = [sums, shifted, counted]
 
 def check(function: Kernels, compiler: Callable[[Kernels, list[Like]], Kernels]) -> None:
     """What is compiled computes what the ops compute, to the last dtype."""
-    torch.manual_seed(0)
-    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
-    given = [x, y, torch.randint(1, 9, (4, 4))]
+    given = inputs()
     made = list(compiler(function, [like(each) for each in given])(list(given)))
     wanted = list(function(given))
     torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
@@ -143,8 +180,36 @@ def test_ops_are_spelt_out_as_they_compute(function: Kernels) -> None:
     check(function, traced)
 
 
+def reads(function: Kernels) -> list[bool]:
+    """Whether each result of a function reads rounded numbers; nothing is compiled."""
+    given, found = inputs(), list[bool]()
+
+    def see(graph: torch.fx.GraphModule, _given: list[Tensor]) -> Kernels:
+        graph.graph.eliminate_dead_code()
+        found.append(reads_rounded(graph))
+        return function
+
+    def one(given: Sequence[Tensor]) -> list[Tensor]:
+        return [function(list(given))[len(found)]]
+
+    while len(found) < len(function(given)):
+        as_compiled(one, [like(each) for each in given], see)
+    return found
+
+
+@pytest.mark.parametrize("function", [rounded, rounded_parts])
+def test_it_is_seen_where_rounded_numbers_are_read(function: Kernels) -> None:
+    assert all(reads(function)), reads(function)
+
+
+@pytest.mark.parametrize("function", [multiplied, chosen])
+def test_what_reads_no_rounded_numbers_costs_no_time(function: Kernels) -> None:
+    assert not any(reads(function)), reads(function)
+
+
 @pytest.mark.parametrize(
-    "function", few_of([sums, rounded, shifted, counted, not_numbers, unchanged], 0)
+    "function",
+    few_of([rounded, rounded_parts, sums, shifted, counted, not_numbers, unchanged], 1),
 )
 def test_inductor_computes_what_ops_do(function: Kernels) -> None:
     """It takes some seconds for each."""

@@ -5,6 +5,7 @@ torch's own cache keeps compiled code across runs and ranks.
 
 import inspect
 import logging
+import operator
 import re
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from heterog.runtime.step.recipes import Like
 from heterog.runtime.step.replays import Kernels, Replays
@@ -177,21 +179,49 @@ def reads_rounded(graph: fx.GraphModule) -> bool:
     """Whether numbers that are rounded to half precision are then read by ops of other dtypes.
 
     Inductor would have these read the numbers as they were before: ``x - x.bfloat16()`` is zero.
+    What is computed of such numbers in half precision counts as they do, unless it is a product of
+    matrices: its kernel reads and writes rounded numbers.
     """
+    owner: dict[fx.Node, fx.Node] = {}  # what made the memory of each node
     rounded: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        made = node.meta.get("val")
-        if not isinstance(made, Tensor):
+        owner[node] = owner[node.all_input_nodes[0]] if _is_in_memory_of_first(node) else node
+        if _PRODUCT.match(str(node.target)):
             continue
-        is_half = made.dtype in (torch.bfloat16, torch.float16)
-        if not rounded.isdisjoint(node.all_input_nodes):
-            if not is_half:
-                return True
-            if node.target.is_view:
-                rounded.add(node)
-        elif is_half and node.target is torch.ops.aten._to_copy.default:
-            rounded.add(node)
+        made, given = _tensors([node]), _tensors(node.all_input_nodes)
+        dtypes = {each.dtype for each in made}
+        is_read = any(owner[each] in rounded for each in node.all_input_nodes)
+        if is_read and not dtypes <= _HALF:
+            return True
+        others = [each for each in given if each.dtype not in dtypes]
+        rounds = node.target in _CONVERSIONS or any(each.is_floating_point() for each in others)
+        if dtypes <= _HALF and (is_read or (others and rounds)):
+            rounded.add(owner[node])
     return False
+
+
+def _tensors(nodes: Sequence[fx.Node]) -> list[Tensor]:
+    """What nodes of a trace make; some make several tensors."""
+    made = tree_leaves([node.meta.get("val") for node in nodes])
+    return [each for each in made if isinstance(each, Tensor)]
+
+
+def _is_in_memory_of_first(node: fx.Node) -> bool:
+    """Whether it makes a view of its first input, writes it or is one of its tensors."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return bool(node.all_input_nodes) and (node.target.is_view or node.target._schema.is_mutable)
+
+
+_HALF = {torch.bfloat16, torch.float16}
+_CONVERSIONS = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.prims.convert_element_type.default,
+)
+"""Ops that round integers, too; to other ops integers are indices."""
+_PRODUCT = re.compile(r"aten\.(\w*mm|convolution\w*|\w*attention\w*)\.")
+"""Names of products of matrices and of their gradients."""
 
 
 def boxed(made: Any) -> Kernels:
