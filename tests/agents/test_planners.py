@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -352,25 +353,30 @@ def test_heldout_beats_an_untrained_policy_and_random_draws() -> None:
     assert mean["trained"] < mean["untrained"] < mean["random"]
 
 
-def names_after_the_examples_of(page: str) -> dict[str, object]:
-    """The names that a page's examples define, run one after the other."""
+def examples_of(page: str) -> list[CodeType]:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+    return [compile(block, page, "exec") for block in blocks]
+
+
+def names_after(*examples: CodeType) -> dict[str, object]:
+    """The names that examples define, run one after the other."""
     names: dict[str, object] = {"__name__": "page"}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S):
-        exec(compile(block, page, "exec"), names)
+    for each in examples:
+        exec(each, names)
     return names
 
 
-def test_the_examples_of_the_page_about_methods_run() -> None:
-    names = names_after_the_examples_of("reference/methods.md")
-    assert isinstance(names["strategy"], Strategy)
-    method = names["Fastest"]
+def test_each_example_of_the_page_about_methods_runs_alone() -> None:
+    first, second = examples_of("reference/methods.md")
+    assert isinstance(names_after(second)["strategy"], Strategy)
+    method = names_after(first)["Fastest"]
     assert isinstance(method, type)
     check_planner(method())
 
 
 def test_the_examples_of_the_research_page_run() -> None:
     assert {"Thumb", "paper_reward", "WithRoom", "Features", "Evolution", "result"} <= set(
-        names_after_the_examples_of("research.md")
+        names_after(*examples_of("research.md"))
     )
     from heterog.agents.encoder import ENCODERS
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from torch.nn.parallel import DistributedDataParallel
 
 import heterog
 from heterog import cli
@@ -1188,6 +1190,21 @@ def test_ddp_script_says_what_is_wrong(
     assert capsys.readouterr().out == ""
     train.check_model(torch.nn.Linear(2, 2), replace(rank, rank=0))
     assert "a model of 6 parameters; 'tiny' was planned with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["broadcast_buffers", "forward_sync_buffers"])
+def test_ddp_sends_buffers_as_the_user_says(
+    even: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Torch ignores ``broadcast_buffers`` beside the newer option, so only one may be given."""
+    export_plan(even, "ddp", tmp_path / "job")
+    train = script(tmp_path / "job", monkeypatch)
+    ours = train.ddp_options()
+    assert ours.pop("gradient_as_bucket_view")
+    assert list(ours.values()) == [False]
+    assert ours.keys() <= signature(DistributedDataParallel).parameters.keys()
+    monkeypatch.setattr(train.user, "DDP_OPTIONS", {name: True, "gradient_as_bucket_view": False})
+    assert train.ddp_options() == {name: True, "gradient_as_bucket_view": False}
 
 
 def test_torchrun_script_says_what_is_wrong(
