@@ -29,6 +29,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_TRUNC
 
 
 _MOST_FILES = 20_000
+"""Most files whose times are noted, in less than a second; a data set may have millions."""
 
 
 def times_of_files(folder: Path) -> dict[Path, int]:
