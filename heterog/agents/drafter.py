@@ -33,7 +33,7 @@ from heterog.methods.teams import host_teams, in_teams
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.strategy.division import split_evenly
-from heterog.strategy.layouts.stages import layer_blocks, num_returns
+from heterog.strategy.layouts.stages import layer_blocks, num_returns, stage_of_group
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
 
@@ -453,14 +453,11 @@ class Drafter:
         schedule = AS_IT_COMES
         if draft.caps and is_cut:
             stages = [stage.devices for stage in draft.stages]
-            stage_of_group = np.searchsorted(
-                draft.starts[1:], np.arange(self.num_groups), side="right"
-            )
             schedule = caps_of_stages(
                 stages,
                 self.cluster.num_devices,
                 hidden=draft.caps - 1,
-                returns=num_returns(self.graph, stage_of_group.tolist()),
+                returns=num_returns(self.graph, stage_of_group(draft.starts[1:], self.num_groups)),
             )
         if draft.splits_backward:
             schedule = replace(schedule, splits_backward=True)

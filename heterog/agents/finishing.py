@@ -23,7 +23,12 @@ from heterog.lowering.space import StrategySpace
 from heterog.memo import kept
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layouts.stages import layers_of, num_returns, stages_by_counts
+from heterog.strategy.layouts.stages import (
+    layers_of,
+    num_returns,
+    stage_of_group,
+    stages_by_counts,
+)
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages, stated_turns
 
 
@@ -133,13 +138,12 @@ class Finisher:
     ) -> PipelineSchedule:
         found = AS_IT_COMES
         if schedule in _HIDDEN:
-            sizes = [last - first for _, first, last in stages]
-            stage_of_group = np.repeat(np.arange(len(stages)), sizes)
+            cuts, num_groups = [first for _, first, _ in stages[1:]], stages[-1][2]
             found = caps_of_stages(
                 [devices for devices, _, _ in stages],
                 self._evaluator.cluster.num_devices,
                 hidden=_HIDDEN[schedule],
-                returns=num_returns(self._evaluator.graph, stage_of_group.tolist()),
+                returns=num_returns(self._evaluator.graph, stage_of_group(cuts, num_groups)),
             )
         if schedule in _SPLITS:
             found = PipelineSchedule(in_flight=found.in_flight, splits_backward=True)

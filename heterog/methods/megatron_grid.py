@@ -265,7 +265,8 @@ class _Grid(PointSearch[_Point]):
         """
         layout, cluster = point.layout, self.cluster
         types = {cluster.type_index[device] for device in point.devices}
-        rows = [self.evaluator.prices.row(kind, len(point.devices)) for kind in types]
+        is_alone = len(point.devices) == 1
+        rows = [self.evaluator.prices.row(kind, is_alone=is_alone) for kind in types]
         of_micro_s = max(self._compute_seconds(row, layout.micro_batch) for row in rows)
         compute_s = point.num_micro * of_micro_s / (layout.tp * layout.pp)
         compute_s += self._team_seconds(point)

@@ -18,7 +18,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.graph.op_graph import FloatArray, IntArray
+from heterog.graph.op_graph import FloatArray
 from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
@@ -31,7 +31,7 @@ from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, t
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layouts.stages import layer_blocks, num_returns
+from heterog.strategy.layouts.stages import layer_blocks, num_returns, stage_of_group
 from heterog.strategy.schedules import AS_IT_COMES, caps_of_stages
 from heterog.strategy.strategy import Decision, Keeps, Sync
 
@@ -277,7 +277,9 @@ class _Enumeration(Enumeration[_Point]):
         """Seconds in which each stage but the last sends the whole batch to the next one."""
         evaluator, hosts = self.problem.evaluator, self.cluster.host_of
         sent = evaluator.graph.batch_size * sent_bytes(
-            evaluator.tables, self._stage_of_group(point), len(point.stages)
+            evaluator.tables,
+            np.array(stage_of_group(point.cuts, self.num_groups)),
+            len(point.stages),
         )
         found = []
         for (sender, receiver), num_bytes in zip(pairwise(point.stages), sent, strict=False):
@@ -285,10 +287,6 @@ class _Enumeration(Enumeration[_Point]):
             rate = self.cluster.bottleneck_bytes_per_s(sender[0], receiver[0])
             found.append(float(num_bytes) / (lines * rate))
         return found
-
-    def _stage_of_group(self, point: _Point) -> IntArray:
-        found = np.searchsorted(point.cuts, np.arange(self.num_groups), side="right")
-        return found.astype(np.int32)
 
     def _slowest_rate(self, devices: tuple[int, ...]) -> float:
         """Bytes per second of the slowest link over which a stage's gradients are summed."""
@@ -460,7 +458,7 @@ class _Enumeration(Enumeration[_Point]):
                 self.cluster.num_devices,
                 hidden=point.caps - 1,
                 returns=num_returns(
-                    self.problem.evaluator.graph, self._stage_of_group(point).tolist()
+                    self.problem.evaluator.graph, stage_of_group(point.cuts, self.num_groups)
                 ),
             )
         blocks = tuple(sorted({*self.blocks_of_layers, *point.cuts}))

@@ -459,16 +459,15 @@ class PriceTable:
         self._op_seconds = np.zeros((*shape, len(tables.op_id)))
         self.group_seconds = np.zeros((2, *shape, tables.num_groups))
 
-    def row(self, kind: int, num_devices: int) -> int:
-        """Row of ``models`` of a device type in a strategy on so many devices."""
-        is_alone = num_devices == 1
+    def row(self, kind: int, *, is_alone: bool) -> int:
+        """Row of ``models`` of a device type, in a strategy on one device if it is alone."""
         return kind + is_alone * (len(self.models) - len(self._cluster.device_types))
 
     def types_of(self, choice: Choice) -> IntArray:
         """Row of ``models`` for each device of a choice on all devices.  # [num_devices]"""
         members, home = np.flatnonzero(choice.member.any(0)), choice.home
-        is_alone = len(members) == 1 and ((home < 0) | (home == members[0])).all()
-        return self.types + np.int32(self.row(0, 1 if is_alone else 2))
+        is_alone = len(members) == 1 and bool(((home < 0) | (home == members[0])).all())
+        return self.types + np.int32(self.row(0, is_alone=is_alone))
 
     def prices(
         self,

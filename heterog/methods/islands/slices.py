@@ -200,7 +200,7 @@ class Slices:
         """
         on = self.kinds[kind]
         links = on.link_bytes_per_s, on.link_latency_s
-        row = self.evaluator.prices.row(on.device_type, 1 if is_alone else 2)
+        row = self.evaluator.prices.row(on.device_type, is_alone=is_alone)
         of_ops, sums = self._price(row, links, members, samples)
         forward, backward, again = self._of_layers(of_ops, members, recompute)
         # Weight gradients take half of the backward pass and hide the team's sums.

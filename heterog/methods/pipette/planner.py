@@ -131,7 +131,7 @@ class LayoutCosts:
         sums_s = _SUMS_PER_LAYER * layers * ring_payloads(layout.tp) * activation_bytes / inside
         slowest = max(
             (self._passes_s(row, layout.micro_batch, stage, layout.pp) for row in dict.fromkeys(
-                self._evaluator.prices.row(cluster.type_index[device], len(devices))
+                self._evaluator.prices.row(cluster.type_index[device], is_alone=len(devices) == 1)
                 for device in devices
             )),
             key=sum,

@@ -205,6 +205,19 @@ def shared_across_stages(graph: OpGraph, stages: Sequence[int]) -> tuple[str, ..
     return tuple(found)
 
 
+def stage_of_group(cuts: Sequence[int], num_groups: int) -> list[int]:
+    """Stage of each group.  # [num_groups]
+
+    Args:
+        cuts: First group of each stage but the first, ascending.
+        num_groups: Number of groups.
+
+    >>> stage_of_group([1, 3], 4)
+    [0, 1, 1, 2]
+    """
+    return [bisect_right(cuts, group) for group in range(num_groups)]
+
+
 def num_returns(graph: OpGraph, stages: Sequence[int]) -> int:
     """Stages through which values go again after the last one, if an earlier one shares a weight.
 
