@@ -201,6 +201,7 @@ SOURCES = (
     "simulator/multiplex.py",
     "simulator/place_facts.py",
     "simulator/referee.py",
+    "simulator/successors.py",
     "simulator/timings.py",
 )
 """Files that define kernels, the tuples they unpack, or numbers that are compiled into them."""
@@ -261,7 +262,16 @@ def _kind(argument: Any) -> Any:
 
 def helper(function: Function) -> Function:
     """Compile a function that only kernels call and that allocates no arrays."""
-    compiled = _compiled(function, _HELPER)
+    return _helper(function, _HELPER)
+
+
+def inlined(function: Function) -> Function:
+    """Compile a helper that LLVM copies into every caller, whether it thinks that pays or not."""
+    return _helper(function, _HELPER | {"forceinline": True})
+
+
+def _helper(function: Function, options: dict[str, Any]) -> Function:
+    compiled = _compiled(function, options)
     if compiled is not function:
         _take_any_integer(compiled)
     return compiled

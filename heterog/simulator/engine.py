@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.kernels import helper, inlined, kernel
 from heterog.lowering.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -47,7 +47,18 @@ from heterog.lowering.program import (
 from heterog.lowering.tape import IN_TURN, NUM_TASKS, Tape
 from heterog.pricing.cost_model import ChannelPrices, Prices
 from heterog.simulator.heaps import before, pop_event, push_event, remove_first, sift_up
-from heterog.simulator.timings import Timings, Workspace, make_workspace
+from heterog.simulator.successors import prepare, rank_tasks
+from heterog.simulator.timings import (
+    NUM_AHEAD,
+    NUM_CANDIDATES,
+    NUM_DONE,
+    NUM_EVENTS,
+    NUM_FRESH,
+    NUM_TOUCHED,
+    Timings,
+    Workspace,
+    make_workspace,
+)
 
 GIVEN_UP = -1
 """Returned as the number of finished tasks if the end is sure to come after the limit."""
@@ -59,6 +70,10 @@ class Order(IntEnum):
     FIFO = 0
     RANK = 1
     PROGRAM = 2
+
+
+# The same as plain numbers, for kernels.
+FIFO, RANK, PROGRAM = (int(order) for order in Order)
 
 
 @helper
@@ -100,101 +115,6 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
                 prices.copy_fixed_s[device_type]
                 + task.num_bytes * prices.copy_s_per_byte[device_type]
             )
-
-
-@helper
-def _rank_tasks(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
-    """Upward rank: rank(o) = seconds(o) + max over successors of rank (HeteroG section 4.2)."""
-    num_tasks = tape.counts[NUM_TASKS]
-    rank[:num_tasks] = 0.0
-    for task in range(num_tasks - 1, -1, -1):
-        rank[task] += seconds[task]
-        for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
-            maker = tape.buffers[tape.reads[read]].maker
-            rank[maker] = max(rank[maker], rank[task])
-
-
-@helper
-def _prepare(
-    tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_devices: int
-) -> None:
-    """Fill the successor lists, the segments of the queues, and the chains.
-
-    Chain ``device * num_turns + turn`` holds the ops of one turn of one device. Queues of links
-    come first, then a queue per device for its free tasks.
-    """
-    num_tasks = tape.counts[NUM_TASKS]
-    num_queues = prices.channels.num_queues + num_devices
-    starts, queue_size = timings.successor_start, timings.queue_size
-    chain_of, chain_start, position = work.chain_of, work.chain_start, work.position
-    num_turns = len(position) // num_devices
-    starts[: num_tasks + 2] = 0
-    queue_size[:num_queues] = 0
-    _count(tape, prices, timings, work, num_turns)
-    for task in range(num_tasks):
-        starts[task + 2] += starts[task + 1]
-    total = 0
-    for queue in range(num_queues):
-        timings.queue_start[queue] = total
-        total += queue_size[queue]
-        queue_size[queue] = 0
-    for chain in range(num_devices * num_turns):
-        chain_start[chain + 1] += chain_start[chain]
-        position[chain] = chain_start[chain]
-    for device in range(num_devices + 1):
-        timings.sequence_start[device] = chain_start[device * num_turns]
-    num_awaited = 0
-    for task in range(num_tasks):
-        chain = chain_of[task]
-        if chain >= 0:
-            timings.chain[position[chain]] = task
-            position[chain] += 1
-        for _ in range(timings.waiting_for[task]):
-            maker = timings.awaited[num_awaited]
-            num_awaited += 1
-            timings.successor[starts[maker + 1]] = task
-            starts[maker + 1] += 1
-    for chain in range(num_devices * num_turns):
-        position[chain] = chain_start[chain]
-    for device in range(num_devices):
-        work.ran[device] = timings.sequence_start[device]
-
-
-@helper
-def _count(tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_turns: int) -> None:
-    """Find the makers that each task waits for; count successors and sizes of queues and chains.
-
-    An op does not wait for makers in its chain or, if turns run strictly in order, in earlier
-    chains of its device: these are done whenever the op is next. Most reads are of this kind.
-    """
-    chain_of, chain_start = work.chain_of, work.chain_start
-    starts, is_local = timings.successor_start, timings.is_local
-    is_in_turn = tape.counts[IN_TURN] == 1
-    num_awaited = 0
-    for task in range(tape.counts[NUM_TASKS]):
-        record = tape.tasks[task]
-        chain, first_done = -1, 0  # makers in chains from ``first_done`` to ``chain`` are done
-        if record.kind >= FIRST_LINK_KIND:
-            timings.queue_size[prices.channels.queue[record.channel]] += 1
-        elif record.kind >= FIRST_FREE_KIND:
-            timings.queue_size[prices.channels.num_queues + record.device] += 1
-        else:
-            chain = record.device * num_turns + record.turn
-            chain_start[chain + 1] += 1
-            first_done = record.device * num_turns if is_in_turn else chain
-        chain_of[task] = chain
-        is_local[task] = chain >= 0
-        already_awaited = num_awaited
-        for read in range(record.read_start, tape.tasks[task + 1].read_start):
-            maker = tape.buffers[tape.reads[read]].maker
-            if first_done <= chain_of[maker] <= chain:
-                continue
-            timings.awaited[num_awaited] = maker
-            num_awaited += 1
-            starts[maker + 2] += 1
-            if chain < 0 or tape.tasks[maker].device != record.device:
-                is_local[maker] = False
-        timings.waiting_for[task] = num_awaited - already_awaited
 
 
 @helper
@@ -249,324 +169,434 @@ def simulate(
     bound of the end, ``GIVEN_UP``) and leaves a meaningless schedule.
     """
     work = make_workspace(tape, prices, num_devices)
-    end, done = _simulate_kernel(tape, prices, timings, work, num_devices, order, limit_s)
+    end, done = _simulate_kernel(tape, prices, timings, work, order, limit_s)
     return float(end), int(done)
 
 
 @kernel
 def _simulate_kernel(
-    tape: Tape,
+    tape: Tape, prices: Prices, timings: Timings, work: Workspace, order: int, limit_s: float
+) -> tuple[float, int]:
+    num_devices = len(work.idle)
+    num_tasks = tape.counts[NUM_TASKS]
+    for task in range(num_tasks):
+        if tape.tasks[task].kind < FIRST_LINK_KIND:
+            work.left[tape.tasks[task].device] += timings.seconds[task]
+    for device in range(num_devices):
+        if work.left[device] > limit_s:
+            return work.left[device], GIVEN_UP
+    prepare(tape, prices, timings, work, num_devices)
+    if order == RANK or limit_s < np.inf:
+        rank_tasks(tape, timings.seconds, timings.rank)
+    if order != FIFO:
+        for task in range(num_tasks):
+            timings.priority[task] = -timings.rank[task] if order == RANK else task
+    for task in range(num_tasks):
+        if timings.waiting_for[task] == 0 and work.chain_of[task] < 0:
+            _add_fresh(work, task)
+    for device in range(num_devices):
+        _touch_device(work, device)
+    now = 0.0
+    while True:
+        _queue_fresh(tape, prices, timings, work, order, now)
+        bound = _start_devices(tape, prices, timings, work, now, limit_s)
+        if bound <= limit_s:
+            bound = _start_links(tape, prices, timings, work, now, limit_s)
+        if bound > limit_s:
+            return bound, GIVEN_UP
+        if work.counts[NUM_AHEAD] == 0:
+            break
+        now = timings.heap_time[0]
+        while work.counts[NUM_AHEAD] > 0 and timings.heap_time[0] == now:
+            _end_first(tape, prices, timings, work, now)
+    timings.events[work.counts[NUM_EVENTS]] = -1
+    return now, work.counts[NUM_DONE]
+
+
+@helper
+def _add_fresh(work: Workspace, task: int) -> None:
+    """Note that a task just got ready."""
+    work.fresh[work.counts[NUM_FRESH]] = task
+    work.counts[NUM_FRESH] += 1
+
+
+@inlined
+def _touch_device(work: Workspace, device: int) -> None:
+    """Note that a device may start a task now."""
+    work.counts[NUM_TOUCHED] = touch(
+        device, work.touched, work.is_touched, work.counts[NUM_TOUCHED]
+    )
+
+
+@inlined
+def _try_queue(timings: Timings, work: Workspace, queue: int) -> None:
+    """Note that the head of a queue of links, if it has one, may start now."""
+    if timings.queue_size[queue] > 0:
+        work.counts[NUM_CANDIDATES] = touch(
+            queue, work.candidate, work.is_candidate, work.counts[NUM_CANDIDATES]
+        )
+
+
+@inlined
+def _add_event(timings: Timings, work: Workspace, event: int) -> None:
+    """Add to ``Timings.events``."""
+    timings.events[work.counts[NUM_EVENTS]] = event
+    work.counts[NUM_EVENTS] += 1
+
+
+@inlined
+def _end_later(timings: Timings, work: Workspace, time: float, item: int) -> None:
+    """Add an item to the heap of what ends when; see ``_end_first`` for items."""
+    work.counts[NUM_AHEAD] = push_event(
+        timings.heap_time, timings.heap_item, work.counts[NUM_AHEAD], time, item
+    )
+
+
+@inlined
+def _enqueue(timings: Timings, queue: int, task: int) -> None:
+    size = timings.queue_size[queue]
+    sift_up(timings.priority, timings.queue_item, timings.queue_start[queue], size, task)
+    timings.queue_size[queue] = size + 1
+
+
+@inlined
+def _dequeue(timings: Timings, queue: int) -> int:
+    """Remove the head of a queue; returns it."""
+    base = timings.queue_start[queue]
+    task = int(timings.queue_item[base])
+    timings.queue_size[queue] -= 1
+    remove_first(timings.priority, timings.queue_item, base, timings.queue_size[queue])
+    return task
+
+
+@helper
+def _queue_fresh(
+    tape: Tape, prices: Prices, timings: Timings, work: Workspace, order: int, now: float
+) -> None:
+    """Put the tasks that got ready into their queues; ops need none, they have their chains."""
+    channels, tasks, fresh, priority = prices.channels, tape.tasks, work.fresh, timings.priority
+    for index in range(work.counts[NUM_FRESH]):
+        task = fresh[index]
+        kind = tasks[task].kind
+        if order == FIFO:
+            priority[task] = now
+        if kind >= FIRST_LINK_KIND:
+            channel = tasks[task].channel
+            if kind == TaskKind.SEND and prices.blocks_sends:
+                work.sending[sender(channels, channel)] += 1
+            _enqueue(timings, channels.queue[channel], task)
+            _try_queue(timings, work, channels.queue[channel])
+            continue
+        device = tasks[task].device
+        if kind >= FIRST_FREE_KIND:
+            _enqueue(timings, channels.num_queues + device, task)
+        _touch_device(work, device)
+    work.counts[NUM_FRESH] = 0
+
+
+@inlined
+def _start_devices(
+    tape: Tape, prices: Prices, timings: Timings, work: Workspace, now: float, limit_s: float
+) -> float:
+    """Start what devices do next; returns a bound of the end if that is above the limit, or 0."""
+    touched, is_touched, idle, left = work.touched, work.is_touched, work.idle, work.left
+    for index in range(work.counts[NUM_TOUCHED]):
+        device = touched[index]
+        is_touched[device] = False
+        if not idle[device] or work.sending[device] > 0:
+            continue
+        if now + left[device] > limit_s:
+            return float(now + left[device])
+        queue = prices.channels.num_queues + device
+        chain = _next_chain(tape, timings, work, device)
+        if chain >= 0:
+            bound, end, item = _run_ops(prices, timings, work, device, chain, now, limit_s)
+            if bound > limit_s:
+                return bound
+            work.op_until[device] = end
+        elif timings.queue_size[queue] > 0:
+            task = _dequeue(timings, queue)
+            if now + timings.rank[task] > limit_s:
+                return float(now + timings.rank[task])
+            end, item = _start_compute(prices, timings, work, device, task, now), 2 * task
+            _add_event(timings, work, 2 * task)
+        else:
+            continue
+        idle[device] = False
+        work.busy_until[device] = end
+        _end_later(timings, work, end, item)
+    work.counts[NUM_TOUCHED] = 0
+    return 0.0
+
+
+@inlined
+def _next_chain(tape: Tape, timings: Timings, work: Workspace, device: int) -> int:
+    """The chain of a device's first turn whose next op is ready, or -1."""
+    position, chain_start, first_open = work.position, work.chain_start, work.first_open
+    for turn in range(first_open[device], work.num_turns):
+        chain = device * work.num_turns + turn
+        if position[chain] == chain_start[chain + 1]:
+            if turn == first_open[device]:
+                first_open[device] += 1
+        elif timings.waiting_for[timings.chain[position[chain]]] == 0:
+            return chain
+        elif tape.counts[IN_TURN] == 1:
+            break
+    return -1
+
+
+@inlined
+def _run_ops(
     prices: Prices,
     timings: Timings,
     work: Workspace,
-    num_devices: int,
-    order: int,
+    device: int,
+    chain: int,
+    now: float,
     limit_s: float,
-) -> tuple[float, int]:
-    num_tasks = tape.counts[NUM_TASKS]
-    left = work.left
-    for task in range(num_tasks):
-        if tape.tasks[task].kind < FIRST_LINK_KIND:
-            left[tape.tasks[task].device] += timings.seconds[task]
-    for device in range(num_devices):
-        if left[device] > limit_s:
-            return left[device], GIVEN_UP
-    _prepare(tape, prices, timings, work, num_devices)
-    chain_start, position = work.chain_start, work.position
-    num_turns = len(position) // num_devices
-    is_in_turn = tape.counts[IN_TURN] == 1
+) -> tuple[float, float, int]:
+    """Run the next ops of a chain as one event: up to one whose end others wait for.
+
+    Returns:
+        (a bound of the end if that is above the limit, or 0; when they end; item of the heap).
+    """
+    position, stop, waiting_for = work.position, work.chain_start[chain + 1], timings.waiting_for
     # Ops run one by one if events elsewhere may change when a device's next op begins.
-    channels = prices.channels
-    steps_alone = channels.has_drag or prices.blocks_sends
-    rank = timings.rank
-    if order == 1 or limit_s < np.inf:
-        _rank_tasks(tape, timings.seconds, rank)
-    if order == 1:
-        for task in range(num_tasks):
-            timings.priority[task] = -rank[task]
-    elif order == 2:
-        for task in range(num_tasks):
-            timings.priority[task] = task
-    heap_time, heap_item = timings.heap_time, timings.heap_item
-    priority, items = timings.priority, timings.queue_item
-    num_link_queues = channels.num_queues
-    busy, free_at = work.busy, work.free_at
-    candidate, is_candidate, is_held = work.candidate, work.is_candidate, work.is_held
-    num_candidates = 0
-    idle, busy_until, op_until = work.idle, work.busy_until, work.op_until
-    drag_until, drag_share, debt = work.drag_until, work.drag_share, work.debt
-    first_open, ran, sending = work.first_open, work.ran, work.sending
-    touched, is_touched = work.touched, work.is_touched
-    num_touched = 0
-    num_heap = 0
-    num_events = 0
-    done = 0
-    now = 0.0
-    fresh = work.fresh
-    num_fresh = 0
-    for task in range(num_tasks):
-        if timings.waiting_for[task] == 0 and work.chain_of[task] < 0:
-            fresh[num_fresh] = task
-            num_fresh += 1
-    for device in range(num_devices):
-        num_touched = touch(device, touched, is_touched, num_touched)
-    while True:
-        for index in range(num_fresh):
-            task = fresh[index]
-            kind = tape.tasks[task].kind
-            if order == 0:
-                timings.priority[task] = now
-            if kind >= FIRST_LINK_KIND:
-                if kind == TaskKind.SEND and prices.blocks_sends:
-                    sending[sender(channels, tape.tasks[task].channel)] += 1
-                queue = channels.queue[tape.tasks[task].channel]
-                base, size = timings.queue_start[queue], timings.queue_size[queue]
-                sift_up(priority, items, base, size, task)
-                timings.queue_size[queue] = size + 1
-                if not is_candidate[queue]:
-                    is_candidate[queue] = True
-                    candidate[num_candidates] = queue
-                    num_candidates += 1
-            else:
-                device = tape.tasks[task].device
-                if kind >= FIRST_FREE_KIND:
-                    queue = num_link_queues + device
-                    base, size = timings.queue_start[queue], timings.queue_size[queue]
-                    sift_up(priority, items, base, size, task)
-                    timings.queue_size[queue] = size + 1
-                num_touched = touch(device, touched, is_touched, num_touched)
-        num_fresh = 0
-        # Compute streams. Consecutive ops that are local to the device run as one event: no other
-        # task depends on when exactly they end.
-        for index in range(num_touched):
-            device = touched[index]
-            is_touched[device] = False
-            if not idle[device] or sending[device] > 0:
-                continue
-            # The first turn whose next op is ready.
-            picked = -1
-            for turn in range(first_open[device], num_turns):
-                chain = device * num_turns + turn
-                if position[chain] == chain_start[chain + 1]:
-                    first_open[device] += 1 if turn == first_open[device] else 0
-                elif timings.waiting_for[timings.chain[position[chain]]] == 0:
-                    picked = chain
-                    break
-                elif is_in_turn:
-                    break
-            if now + left[device] > limit_s:
-                return now + left[device], GIVEN_UP
-            time = now
-            event = -1 - device
-            while picked >= 0 and position[picked] < chain_start[picked + 1]:
-                task = timings.chain[position[picked]]
-                if timings.waiting_for[task] != 0:
-                    break
-                if time + rank[task] > limit_s:
-                    return time + rank[task], GIVEN_UP
-                left[device] -= timings.seconds[task]
-                position[picked] += 1
-                timings.sequence[ran[device]] = task
-                ran[device] += 1
-                timings.start[task] = time
-                if channels.has_drag:
-                    timings.seconds[task] = dragged(
-                        timings.seconds[task] + debt[device],
-                        drag_until[device] - time,
-                        drag_share[device],
-                    )
-                    debt[device] = 0.0
-                time += timings.seconds[task]
-                timings.finish[task] = time
-                if steps_alone or not timings.is_local[task]:
-                    event = 2 * task
-                    break
-                done += 1
-                for edge in range(
-                    timings.successor_start[task], timings.successor_start[task + 1]
-                ):
-                    timings.waiting_for[timings.successor[edge]] -= 1
-                if picked > device * num_turns + first_open[device]:
-                    break  # an earlier turn may want the device next
-            queue = num_link_queues + device
-            if picked < 0 and timings.queue_size[queue] > 0:
-                task = items[timings.queue_start[queue]]
-                timings.queue_size[queue] -= 1
-                remove_first(
-                    priority, items, timings.queue_start[queue], timings.queue_size[queue]
-                )
-                if now + rank[task] > limit_s:
-                    return now + rank[task], GIVEN_UP
-                left[device] -= timings.seconds[task]
-                timings.start[task] = now
-                if channels.has_drag:
-                    timings.seconds[task] = dragged(
-                        timings.seconds[task] + debt[device],
-                        drag_until[device] - now,
-                        drag_share[device],
-                    )
-                    debt[device] = 0.0
-                time = now + timings.seconds[task]
-                timings.finish[task] = time
-                timings.events[num_events] = 2 * task
-                num_events += 1
-                event = 2 * task
-            if event >= 0 or picked >= 0:
-                idle[device] = False
-                busy_until[device] = time
-                if picked >= 0:
-                    op_until[device] = time
-                num_heap = push_event(heap_time, heap_item, num_heap, time, event)
-        num_touched = 0
-        # Links: start the best head that is not blocked, until all are blocked.
-        while num_candidates > 0:
-            best = -1
-            slot = 0
-            while slot < num_candidates:
-                queue = candidate[slot]
-                blocked = timings.queue_size[queue] == 0 or is_held[queue]
-                task = -1
-                if not blocked:
-                    task = timings.queue_item[timings.queue_start[queue]]
-                    blocked = _is_blocked(channels, tape.tasks[task].channel, busy)
-                if blocked:
-                    is_candidate[queue] = False
-                    num_candidates -= 1
-                    candidate[slot] = candidate[num_candidates]
-                    continue
-                if best < 0 or before(priority, task, best):
-                    best = task
-                slot += 1
-            if best < 0:
-                break
-            channel = tape.tasks[best].channel
-            queue = channels.queue[channel]
-            is_held[queue] = channels.is_collective[channel]
-            timings.queue_size[queue] -= 1
-            remove_first(priority, items, timings.queue_start[queue], timings.queue_size[queue])
-            payload = tape.tasks[best].num_bytes
-            latency = latency_of(channels, channel, payload)
-            if channels.loaded_s[channel] > 0.0:
-                for entry in range(
-                    channels.member_start[channel], channels.member_start[channel + 1]
-                ):
-                    if op_until[channels.member[entry]] > now:
-                        latency += channels.loaded_s[channel]
-                        timings.seconds[best] += channels.loaded_s[channel]
-                        break
-            end = now + timings.seconds[best]
-            for entry in range(
-                channels.resource_start[channel], channels.resource_start[channel + 1]
-            ):
-                resource = channels.resource[entry]
-                held = payload * channels.resource_s_per_byte[entry]
-                if held > 0.0:
-                    until = max(free_at[resource], now) + held
-                    end = max(end, until + latency)
-                    bit = np.uint64(1) << np.uint64(resource % 64)
-                    if (
-                        channels.is_collective[channel]
-                        and channels.gate[channel, resource // 64] & bit
-                    ):
-                        until += latency
-                    free_at[resource] = until
-                    busy[resource // 64] |= bit
-            if channels.has_drag:
-                # Only bytes that move take compute time, not waits; it is spread over the whole.
-                spread = 0.0
-                if end > now:
-                    spread = payload * channels.s_per_byte[channel] / (end - now)
-                for entry in range(
-                    channels.member_start[channel], channels.member_start[channel + 1]
-                ):
-                    device = channels.member[entry]
-                    share = spread * channels.drag[channel, prices.type_of_device[device]]
-                    if busy_until[device] > now:
-                        debt[device] += channels.overhead_s[channel, prices.type_of_device[device]]
-                    begin = max(now, drag_until[device])
-                    debt[device] += share * max(min(end, busy_until[device]) - begin, 0.0)
-                    if drag_until[device] > now:
-                        share = max(share, drag_share[device])
-                    drag_share[device] = share
-                    drag_until[device] = max(end, drag_until[device])
-            # Links that come free before the end wake the queues, once for each such time.
-            last_wake = end
-            for entry in range(
-                channels.resource_start[channel], channels.resource_start[channel + 1]
-            ):
-                until = free_at[channels.resource[entry]]
-                if until < end and until > now and until != last_wake:
-                    num_heap = push_event(
-                        heap_time, heap_item, num_heap, until, -1 - num_devices - channel
-                    )
-                    last_wake = until
-            if end + rank[best] - timings.seconds[best] > limit_s:
-                return end + rank[best] - timings.seconds[best], GIVEN_UP
-            timings.start[best] = now
-            timings.finish[best] = end
-            timings.events[num_events] = 2 * best
-            num_events += 1
-            num_heap = push_event(heap_time, heap_item, num_heap, end, 2 * best)
-        if num_heap == 0:
+    steps_alone = prices.channels.has_drag or prices.blocks_sends
+    first_chain = device * work.num_turns + work.first_open[device]
+    rank, sequence, successor = timings.rank, timings.sequence, timings.successor
+    time, item = now, -1 - device
+    first = place = position[chain]
+    while place < stop:
+        task = timings.chain[place]
+        if waiting_for[task] != 0:
             break
-        now = heap_time[0]
-        while num_heap > 0 and heap_time[0] == now:
-            item = heap_item[0]
-            num_heap = pop_event(heap_time, heap_item, num_heap)
-            task = item >> 1
-            device = -1 - item
-            released = -1
-            if item >= 0:
-                kind = tape.tasks[task].kind
-                done += 1
-                if kind >= FIRST_FREE_KIND:
-                    timings.events[num_events] = item + 1
-                    num_events += 1
-                if kind >= FIRST_LINK_KIND:
-                    released = tape.tasks[task].channel
-                    if kind == TaskKind.SEND and prices.blocks_sends:
-                        device = sender(channels, released)
-                        sending[device] -= 1
-                        num_touched = touch(device, touched, is_touched, num_touched)
-                    if channels.is_collective[released]:
-                        queue = channels.queue[released]
-                        is_held[queue] = False
-                        if timings.queue_size[queue] > 0 and not is_candidate[queue]:
-                            is_candidate[queue] = True
-                            candidate[num_candidates] = queue
-                            num_candidates += 1
-                device = tape.tasks[task].device
-                for edge in range(
-                    timings.successor_start[task], timings.successor_start[task + 1]
-                ):
-                    reader = timings.successor[edge]
-                    timings.waiting_for[reader] -= 1
-                    if timings.waiting_for[reader] == 0:
-                        fresh[num_fresh] = reader
-                        num_fresh += 1
-            elif device >= num_devices:
-                released = device - num_devices
-            if released < 0:
-                idle[device] = True
-                num_touched = touch(device, touched, is_touched, num_touched)
-                continue
-            for entry in range(
-                channels.resource_start[released], channels.resource_start[released + 1]
-            ):
-                resource = channels.resource[entry]
-                bit = np.uint64(1) << np.uint64(resource % 64)
-                if free_at[resource] <= now and busy[resource // 64] & bit:
-                    busy[resource // 64] &= ~bit
-                    for user in range(
-                        channels.gated_start[resource], channels.gated_start[resource + 1]
-                    ):
-                        queue = channels.gated_queue[user]
-                        if timings.queue_size[queue] > 0 and not is_candidate[queue]:
-                            is_candidate[queue] = True
-                            candidate[num_candidates] = queue
-                            num_candidates += 1
-    timings.events[num_events] = -1
-    return now, done
+        if time + rank[task] > limit_s:
+            return float(time + rank[task]), time, 2 * task
+        sequence[work.ran[device] + place - first] = task
+        place += 1
+        time = _start_compute(prices, timings, work, device, task, time)
+        if steps_alone or not timings.is_local[task]:
+            item = 2 * task
+            break
+        for edge in range(timings.successor_start[task], timings.successor_start[task + 1]):
+            waiting_for[successor[edge]] -= 1
+        if chain > first_chain:
+            break  # an earlier turn may want the device next
+    position[chain] = place
+    work.ran[device] += place - first
+    work.counts[NUM_DONE] += place - first - (1 if item >= 0 else 0)
+    return 0.0, time, item
+
+
+@inlined
+def _start_compute(
+    prices: Prices, timings: Timings, work: Workspace, device: int, task: int, time: float
+) -> float:
+    """Start a compute task; returns when it ends."""
+    work.left[device] -= timings.seconds[task]
+    timings.start[task] = time
+    if prices.channels.has_drag:
+        timings.seconds[task] = dragged(
+            timings.seconds[task] + work.debt[device],
+            work.drag_until[device] - time,
+            work.drag_share[device],
+        )
+        work.debt[device] = 0.0
+    end = float(time + timings.seconds[task])
+    timings.finish[task] = end
+    return end
+
+
+@helper
+def _start_links(
+    tape: Tape, prices: Prices, timings: Timings, work: Workspace, now: float, limit_s: float
+) -> float:
+    """Start the best heads until all are blocked; returns as ``_start_devices`` does."""
+    while True:
+        task = _best_head(tape, prices, timings, work)
+        if task < 0:
+            return 0.0
+        end = _start_operation(tape, prices, timings, work, task, now)
+        bound = end + timings.rank[task] - timings.seconds[task]
+        if bound > limit_s:
+            return float(bound)
+
+
+@helper
+def _best_head(tape: Tape, prices: Prices, timings: Timings, work: Workspace) -> int:
+    """The best head of the candidates, or -1; blocked ones are candidates no longer."""
+    best = -1
+    slot = 0
+    candidate, num_candidates = work.candidate, work.counts[NUM_CANDIDATES]
+    while slot < num_candidates:
+        queue = candidate[slot]
+        blocked = timings.queue_size[queue] == 0 or work.is_held[queue]
+        task = -1
+        if not blocked:
+            task = timings.queue_item[timings.queue_start[queue]]
+            blocked = _is_blocked(prices.channels, tape.tasks[task].channel, work.busy)
+        if blocked:
+            work.is_candidate[queue] = False
+            num_candidates -= 1
+            candidate[slot] = candidate[num_candidates]
+            continue
+        if best < 0 or before(timings.priority, task, best):
+            best = task
+        slot += 1
+    work.counts[NUM_CANDIDATES] = num_candidates
+    return best
+
+
+@helper
+def _start_operation(
+    tape: Tape, prices: Prices, timings: Timings, work: Workspace, task: int, now: float
+) -> float:
+    """Start the head of a queue of links; returns when it ends."""
+    channels, channel = prices.channels, tape.tasks[task].channel
+    queue = channels.queue[channel]
+    work.is_held[queue] = channels.is_collective[channel]
+    _dequeue(timings, queue)
+    payload = tape.tasks[task].num_bytes
+    latency = latency_of(channels, channel, payload)
+    if channels.loaded_s[channel] > 0.0:
+        for entry in range(channels.member_start[channel], channels.member_start[channel + 1]):
+            if work.op_until[channels.member[entry]] > now:
+                latency += channels.loaded_s[channel]
+                timings.seconds[task] += channels.loaded_s[channel]
+                break
+    end = _load_links(channels, work, channel, payload, latency, now, now + timings.seconds[task])
+    if channels.has_drag:
+        # Only bytes that move take compute time, not waits; it is spread over the whole.
+        spread = 0.0
+        if end > now:
+            spread = payload * channels.s_per_byte[channel] / (end - now)
+        _drag_members(prices, work, channel, spread, now, end)
+    # Links that come free before the end wake the queues, once for each such time.
+    last_wake = end
+    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+        until = work.free_at[channels.resource[entry]]
+        if now < until < end and until != last_wake:
+            _end_later(timings, work, until, -1 - len(work.idle) - channel)
+            last_wake = until
+    timings.start[task] = now
+    timings.finish[task] = end
+    _add_event(timings, work, 2 * task)
+    _end_later(timings, work, end, 2 * task)
+    return end
+
+
+@helper
+def _load_links(
+    channels: ChannelPrices,
+    work: Workspace,
+    channel: int,
+    payload: float,
+    latency: float,
+    now: float,
+    end: float,
+) -> float:
+    """Load the links of a channel; returns ``end``, or later if a link is behind with its load."""
+    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+        resource = channels.resource[entry]
+        held = payload * channels.resource_s_per_byte[entry]
+        if held > 0.0:
+            until = max(work.free_at[resource], now) + held
+            end = max(end, until + latency)
+            bit = np.uint64(1) << np.uint64(resource % 64)
+            if channels.is_collective[channel] and channels.gate[channel, resource // 64] & bit:
+                until += latency
+            work.free_at[resource] = until
+            work.busy[resource // 64] |= bit
+    return end
+
+
+@helper
+def _drag_members(
+    prices: Prices, work: Workspace, channel: int, spread: float, now: float, end: float
+) -> None:
+    """Slow the members' compute down from now to the end of an operation (drag)."""
+    channels = prices.channels
+    for entry in range(channels.member_start[channel], channels.member_start[channel + 1]):
+        device = channels.member[entry]
+        kind = prices.type_of_device[device]
+        share = spread * channels.drag[channel, kind]
+        if work.busy_until[device] > now:
+            work.debt[device] += channels.overhead_s[channel, kind]
+        begin = max(now, work.drag_until[device])
+        work.debt[device] += share * max(min(end, work.busy_until[device]) - begin, 0.0)
+        if work.drag_until[device] > now:
+            share = max(share, work.drag_share[device])
+        work.drag_share[device] = share
+        work.drag_until[device] = max(end, work.drag_until[device])
+
+
+@inlined
+def _end_first(tape: Tape, prices: Prices, timings: Timings, work: Workspace, now: float) -> None:
+    """Take the first item from the heap, and let what it ends set others free.
+
+    Item ``2 * task`` is a task's end, ``-1 - device`` that of ops nobody else waits for, and
+    ``-1 - num_devices - channel`` says that a link of a channel comes free.
+    """
+    item = int(timings.heap_item[0])
+    work.counts[NUM_AHEAD] = pop_event(
+        timings.heap_time, timings.heap_item, work.counts[NUM_AHEAD]
+    )
+    num_devices = len(work.idle)
+    device, channel = -1 - item, -1
+    if item >= 0:
+        device, channel = tape.tasks[item >> 1].device, tape.tasks[item >> 1].channel
+        if tape.tasks[item >> 1].kind < FIRST_LINK_KIND:
+            channel = -1
+        _end_task(tape, prices, timings, work, item >> 1)
+    elif device >= num_devices:
+        channel = device - num_devices
+    if channel >= 0:
+        _free_links(prices.channels, timings, work, channel, now)
+    else:
+        work.idle[device] = True
+        _touch_device(work, device)
+
+
+@inlined
+def _end_task(tape: Tape, prices: Prices, timings: Timings, work: Workspace, task: int) -> None:
+    """Count a task as done, let go of what it held, and note who got ready."""
+    channels = prices.channels
+    kind, channel = tape.tasks[task].kind, tape.tasks[task].channel
+    work.counts[NUM_DONE] += 1
+    if kind >= FIRST_FREE_KIND:
+        _add_event(timings, work, 2 * task + 1)
+    if kind == TaskKind.SEND and prices.blocks_sends:
+        device = sender(channels, channel)
+        work.sending[device] -= 1
+        _touch_device(work, device)
+    if kind >= FIRST_LINK_KIND and channels.is_collective[channel]:
+        queue = channels.queue[channel]
+        work.is_held[queue] = False
+        _try_queue(timings, work, queue)
+    waiting_for, successor, fresh = timings.waiting_for, timings.successor, work.fresh
+    num_fresh = work.counts[NUM_FRESH]
+    for edge in range(timings.successor_start[task], timings.successor_start[task + 1]):
+        reader = successor[edge]
+        waiting_for[reader] -= 1
+        if waiting_for[reader] == 0:
+            fresh[num_fresh] = reader
+            num_fresh += 1
+    work.counts[NUM_FRESH] = num_fresh
+
+
+@helper
+def _free_links(
+    channels: ChannelPrices, timings: Timings, work: Workspace, channel: int, now: float
+) -> None:
+    """Free the links of a channel whose load is over, and try the queues that they gate."""
+    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+        resource = channels.resource[entry]
+        bit = np.uint64(1) << np.uint64(resource % 64)
+        if work.free_at[resource] <= now and work.busy[resource // 64] & bit:
+            work.busy[resource // 64] &= ~bit
+            for user in range(channels.gated_start[resource], channels.gated_start[resource + 1]):
+                _try_queue(timings, work, channels.gated_queue[user])
 
 
 def run_program(

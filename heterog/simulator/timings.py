@@ -10,6 +10,9 @@ from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.pricing.cost_model import Prices
 
+# Entries of ``Workspace.counts``: how many there are of each at the moment.
+NUM_FRESH, NUM_TOUCHED, NUM_CANDIDATES, NUM_AHEAD, NUM_EVENTS, NUM_DONE = range(6)
+
 
 @by_reference
 class Timings(NamedTuple):
@@ -70,6 +73,8 @@ def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: i
 class Workspace(NamedTuple):
     """Working memory of a simulation; made by ``simulate``, because kernels allocate nothing."""
 
+    num_turns: int
+    counts: IntArray  # lengths of the lists below and of the heap and the events of ``Timings``
     left: FloatArray  # seconds of compute that each device still has to begin
     busy: npt.NDArray[np.uint64]  # bit set of links in use
     free_at: FloatArray  # when each link comes free
@@ -102,6 +107,8 @@ def make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
     num_chains = num_devices * num_turns
     times = np.zeros((6, num_devices))
     return Workspace(
+        num_turns=num_turns,
+        counts=np.zeros(6, np.int32),
         left=times[0],
         busy=np.zeros(prices.channels.gate.shape[1], np.uint64),
         free_at=np.zeros(prices.num_resources),
