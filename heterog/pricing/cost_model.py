@@ -10,18 +10,20 @@ time, and the most loaded link determines the time:
 different links overlap within an operation; operations of one communicator never do.) Each link is
 *held* only for its own bytes over its own rate.
 
-``over_measured_nics`` prices collectives on networks where NCCL was measured between hosts
-(``SlowedCollectives``). Let n devices lie on H hosts, and let R be the rate of the slowest host
-over all of its NICs. The seconds per byte of payload are
+``between_hosts_by_nccl`` prices collectives of n devices on H hosts, at most n_h on one of them,
+as NCCL does them. An all-reduce is a ring or a tree, whichever starts sooner; a tree's latency is
+2 (n_h - 1) hops inside a host and 2 ceil(log2 H) between hosts (``ncclTopoTuneModel`` in NCCL's
+``tuning.cc``). Where NCCL was measured between hosts (``SlowedCollectives``), and R is the rate
+of the slowest host over all of its NICs, the seconds per byte of payload are
 
     ring (reduce-scatter, all-gather)   (n - 1) / n / R x ring H^ring_growth
     tree (all-reduce)                 2 (H - 1) / H / R x tree (log2 H)^tree_growth
 
-but no less than the NICs of the members need. An all-reduce takes the minimum of a tree and twice
-a ring. The number of a ring's steps grows with the hosts; a tree has 2 log2 H steps. The number of
-members on a host matters little: 1B models in teams of 1 to 8 (``fit`` rows of the Ultra-Scale
-Playbook on 64 to 256 GPUs) were predicted 8, 2, 11 and 12 % too long in the mean with these
-formulas, and 8, 25, 57 and 59 % too long with R of the members' NICs alone.
+but no less than the NICs of the members need, which is what counts for a host that was not
+measured. An all-reduce takes the minimum of a tree and twice a ring. The number of members on a
+host matters little: 1B models in teams of 1 to 8 (``fit`` rows of the Ultra-Scale Playbook on 64
+to 256 GPUs) were predicted 8, 2, 11 and 12 % too long in the mean with these formulas, and 8, 25,
+57 and 59 % too long with R of the members' NICs alone.
 """
 
 import math
@@ -200,31 +202,34 @@ def alpha_beta(
     return ChannelSeconds(channel.latency_s, max(held.values(), default=0.0), held)
 
 
-def over_measured_nics(
+def between_hosts_by_nccl(
     cluster: Cluster, channel: Channel, found: ChannelSeconds
 ) -> ChannelSeconds:
-    """Seconds of a collective between hosts by NCCL measurements of their network; see the module.
+    """Seconds of a collective between hosts as NCCL does it; see the module.
 
     Args:
         cluster: The cluster with the links.
         channel: A channel over these links.
-        found: Its seconds by rates and latencies alone, returned if nothing was measured.
+        found: Its seconds by rates and latencies alone.
     """
     members = grouped((cluster.host_of[device], device) for device in channel.devices)
     num_hosts, num_devices = len(members), len(channel.devices)
     is_sum = channel.kind.is_all_reduce
     if num_hosts == 1 or not (is_sum or channel.kind.has_slices):
         return found
+    if is_sum:
+        found = found._replace(latency_s=min(found.latency_s, _tree_latency_s(cluster, members)))
+    if all(cluster.hosts[host].collectives is None for host in members):
+        return found
     ring = tree = 0.0
     for host, own in members.items():
-        slowed = cluster.hosts[host].collectives
-        if slowed is None:
-            return found
         rate = cluster.nic_bandwidth_bytes_per_s(host)
         nics = cluster.nics(own, 0)
         least = rate / sum(cluster.resources[nic].bandwidth_bytes_per_s for nic in nics)
-        of_ring = max(slowed.ring * num_hosts**slowed.ring_growth, least)
-        of_tree = max(slowed.tree * math.log2(num_hosts) ** slowed.tree_growth, least)
+        of_ring = of_tree = least
+        if (slowed := cluster.hosts[host].collectives) is not None:
+            of_ring = max(slowed.ring * num_hosts**slowed.ring_growth, least)
+            of_tree = max(slowed.tree * math.log2(num_hosts) ** slowed.tree_growth, least)
         ring = max(ring, (1.0 - 1.0 / num_devices) / rate * of_ring)
         tree = max(tree, 2.0 * (1.0 - 1.0 / num_hosts) / rate * of_tree)
     if not is_sum:
@@ -233,8 +238,12 @@ def over_measured_nics(
         return found._replace(
             seconds_per_byte=ring if is_even else max(ring, found.seconds_per_byte)
         )
-    hop_s = max(cluster.hosts[host].nic_latency_s for host in members)
-    return found._replace(
-        latency_s=min(found.latency_s, 2.0 * math.ceil(math.log2(num_hosts)) * hop_s),
-        seconds_per_byte=min(tree, 2.0 * ring),
-    )
+    return found._replace(seconds_per_byte=min(tree, 2.0 * ring))
+
+
+def _tree_latency_s(cluster: Cluster, members: Mapping[int, list[int]]) -> float:
+    """Latency of NCCL's tree: chains inside hosts and a binary tree between them, up and down."""
+    firsts = [own[0] for own in members.values()]
+    hop_s = max(map(cluster.latency_s, firsts, firsts[1:] + firsts[:1]))
+    inside_s = max((len(own) - 1) * cluster.latency_s(own[0], own[-1]) for own in members.values())
+    return 2.0 * (inside_s + math.ceil(math.log2(len(members))) * hop_s)

@@ -53,7 +53,8 @@ def test_a_ring_goes_through_all_devices_and_a_tree_over_the_hosts() -> None:
         # A tree of 4 hosts is slowed down 3 x 2 times, twice a ring 4 times.
         latency, of_a_byte = seconds(FOUR, kind, all_of_them)
         assert of_a_byte == pytest.approx(2 * 7 / 8 / (2 * RATE) * 4)
-        assert latency == pytest.approx(4 * 10e-6), "up and down two levels"
+        hop = FOUR.hosts[0].intra.latency_s
+        assert latency == pytest.approx(2 * hop + 4 * 10e-6), "up and down a chain and two levels"
 
 
 def test_large_trees_are_faster_than_rings() -> None:
@@ -100,6 +101,34 @@ def test_other_networks_and_slices_follow_their_links() -> None:
     found = DeviceModels().channel_seconds(FOUR, uneven)
     assert found.seconds_per_byte == pytest.approx(max(ring, most_loaded))
     assert math.isclose(max(found.held.values()), most_loaded), "NICs carry their bytes, no longer"
+
+
+def test_all_reduces_between_many_hosts_start_as_a_tree_whether_measured_or_not() -> None:
+    many = hosts(64, "{line_rate: 100 Gbit/s, latency: 10 us}", devices=8)
+    hop = many.hosts[0].intra.latency_s
+    table, everyone = ChannelTable(many), tuple(range(512))
+    for number in (table.all_reduce(everyone, hierarchical=way) for way in (False, True)):
+        found = DeviceModels().channel_seconds(many, table[number])
+        assert found.latency_s == pytest.approx(2 * (7 * hop + 6 * 10e-6))
+        by_links = Roofline().channel_seconds(many, table[number])
+        assert found.seconds_per_byte == by_links.seconds_per_byte, "a tree sends as many bytes"
+    # Two hosts: a ring of four hops is as long as a tree's way up and down, or shorter.
+    few = hosts(2, "{line_rate: 100 Gbit/s, latency: 10 us}", devices=1)
+    assert seconds(few, "all_reduce", (0, 1))[0] == pytest.approx(2 * 10e-6)
+
+
+@pytest.mark.parametrize("other", ["efa_p5en", "efa_p4d", "{line_rate: 100 Gbit/s}"])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
+def test_a_host_that_was_not_measured_makes_no_collective_faster(kind: str, other: str) -> None:
+    measured = hosts(8, "efa_p5", devices=8)
+    mixed = parse_cluster(
+        "schema_version: 1\nname: mixed\nhosts:\n"
+        "  - {name: h, count: 7, devices: [{type: H100, count: 8}], intra: nvlink4, nic: efa_p5}\n"
+        "  - {name: o, devices: [{type: H100, count: 8}], intra: nvlink4, nic: " + other + "}\n",
+        Path("mixed.yaml"),
+    )
+    everyone = tuple(range(64))
+    assert seconds(mixed, kind, everyone)[1] >= seconds(measured, kind, everyone)[1] * (1 - 1e-9)
 
 
 def test_measured_networks_are_written_and_read(tmp_path: Path) -> None:
