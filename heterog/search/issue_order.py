@@ -115,7 +115,10 @@ def issued_step(evaluator: Evaluator, strategy: Strategy, order: Order) -> Issue
     """The program of a strategy, and its tasks as ranks take them up in an order."""
     # The order is for one step, as ranks run it, even if eight were simulated.
     choice = evaluator.encode(strategy)._replace(num_steps=1)
-    program, start, finish = evaluator.timings(choice, order)
+    # The members of a team take their ops in one order, as the referee has them.
+    has_teams = choice.teams.size.max(initial=1) > 1
+    timings = evaluator.referee_timings if has_teams else evaluator.timings
+    program, start, finish = timings(choice, order)
     tasks = issue_order(program, start, finish)
     return IssuedStep(
         program=program,

@@ -15,6 +15,10 @@ links as in a real network:
 
   by progressive filling (Bertsekas & Gallager, Data Networks, section 6.5.2): all rates rise
   together until a link is full; its flows keep their rates, and the others rise further.
+- Like ops of a team's members (``division``) take the same place in all their sequences: that of
+  the one that starts last in the engine. The engine serves messages that share a NIC one after
+  another, so members would be ready for different micro-batches, run them in different orders, and
+  wait for one another at each collective of the team.
 - The seconds that compute and communication take from each other are those of the engine.
 - If sends block, a compute task waits for every value that its device began to send before it in
   the engine. The order of starts keeps these waits free of circles.
@@ -24,24 +28,106 @@ links as in a real network:
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from heterog.lowering.choice import Choice
 from heterog.lowering.kernels import by_reference, helper, kernel
 from heterog.lowering.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
+    LAST_OP_KIND,
     FloatArray,
     IntArray,
     TaskKind,
 )
-from heterog.lowering.tape import NUM_TASKS, Tape
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import IN_TURN, NUM_TASKS, Tape
 from heterog.pricing.cost_model import Prices
 from heterog.simulator.engine import GIVEN_UP, latency_of, sender, touch
 from heterog.simulator.heaps import pop_event, push_event
 from heterog.simulator.timings import Timings
+
+
+class TaskOrder(NamedTuple):
+    """The order in which the referee takes up tasks."""
+
+    tasks: IntArray  # all tasks  # [num_tasks]
+    ops: IntArray  # the ops of each device, as ``Timings.sequence``
+
+
+def sequence_of(tables: GraphTables, choice: Choice, tape: Tape, timings: Timings) -> TaskOrder:
+    """The order of the engine's last simulation, with teams together.
+
+    Tasks are numbered topologically and none starts before its inputs are made, so a stable sort
+    by start keeps every dependency: no two sequences can wait for each other.
+    """
+    start = timings.start[: int(tape.counts[NUM_TASKS])]
+    # Stated turns are the same for all members.
+    if choice.teams.size.max(initial=1) == 1 or tape.counts[IN_TURN]:
+        return TaskOrder(np.argsort(start, kind="stable").astype(np.int32), timings.sequence)
+    records = tape.tasks[: len(start)]
+    num_devices, num_turns = choice.teams.size.shape[1], int(records["turn"].max(initial=0)) + 1
+    start, latest = start.copy(), np.empty(num_devices)
+    _align_teams(tables, choice, tape, start, latest, np.zeros((num_devices, num_turns)))
+    tasks = np.argsort(start, kind="stable").astype(np.int32)
+    ops = tasks[records["kind"][tasks] < FIRST_FREE_KIND]
+    return TaskOrder(tasks, ops[np.argsort(records["device"][ops], kind="stable")])
+
+
+@kernel
+def _align_teams(
+    tables: GraphTables,
+    choice: Choice,
+    tape: Tape,
+    start: FloatArray,
+    latest: FloatArray,
+    begun: FloatArray,
+) -> None:
+    """Let like ops of a team start together, the last first.
+
+    No task starts before what it reads, nor before an earlier one of its device and turn. Working
+    memory: the latest start in each team, and the last one of each device and turn.
+    """
+    first = 0
+    while first < len(start):
+        past, kind = first + 1, tape.tasks[first].kind
+        # Lowering writes an op's tasks of one micro-batch one after another.
+        while kind <= LAST_OP_KIND and past < len(start):
+            if not _is_like(tape.tasks[first], tape.tasks[past]):
+                break
+            past += 1
+        for task in range(first, past):
+            record = tape.tasks[task]
+            for read in range(record.read_start, tape.tasks[task + 1].read_start):
+                start[task] = max(start[task], start[tape.buffers[tape.reads[read]].maker])
+            if kind < FIRST_FREE_KIND:
+                start[task] = max(start[task], begun[record.device, record.turn])
+        if kind <= LAST_OP_KIND:
+            group = tables.op_group[tape.tasks[first].subject]
+            team = choice.teams.number[choice.division[group]]
+            latest[:] = 0.0
+            for task in range(first, past):
+                member = team[tape.tasks[task].device]
+                latest[member] = max(latest[member], start[task])
+            for task in range(first, past):
+                start[task] = latest[team[tape.tasks[task].device]]
+        if kind < FIRST_FREE_KIND:
+            for task in range(first, past):
+                begun[tape.tasks[task].device, tape.tasks[task].turn] = start[task]
+        first = past
+
+
+@helper
+def _is_like(record: Any, other: Any) -> bool:
+    """Whether two tasks are those of the same op and micro-batch on two devices."""
+    return bool(
+        record.kind == other.kind
+        and record.subject == other.subject
+        and record.micro == other.micro
+    )
 
 
 def replay(
@@ -49,6 +135,7 @@ def replay(
     prices: Prices,
     timings: Timings,
     num_devices: int,
+    sequence: TaskOrder,
     limit_s: float = math.inf,
 ) -> tuple[float, int, Timings]:
     """Replay the engine's last simulation.
@@ -58,22 +145,21 @@ def replay(
         prices: Prices of its tasks.
         timings: The engine's result for this program.
         num_devices: Number of devices of the cluster.
+        sequence: Order of the tasks.
         limit_s: Limit as for the engine, which must also have run with a limit.
 
     Returns:
         (time of the last finish, number of finished tasks, timings with the replayed starts,
         finishes and events), or (a lower bound, ``GIVEN_UP``, meaningless timings).
     """
-    num_tasks = int(tape.counts[NUM_TASKS])
-    # Tasks are numbered topologically and none starts before its inputs are made, so a stable sort
-    # by start keeps every dependency: no two sequences can wait for each other.
-    sequence = np.argsort(timings.start[:num_tasks], kind="stable").astype(np.int32)
+    num_tasks = len(sequence.tasks)
     replayed = timings._replace(
+        sequence=sequence.ops,
         start=np.empty(num_tasks),
         finish=np.empty(num_tasks),
         events=np.empty(2 * num_tasks + 1, np.int32),
     )
-    end, done = replay_order(tape, prices, replayed, num_devices, sequence, limit_s)
+    end, done = replay_order(tape, prices, replayed, num_devices, sequence.tasks, limit_s)
     return end, done, replayed
 
 

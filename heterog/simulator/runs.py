@@ -39,7 +39,7 @@ from heterog.pricing.price_table import ChannelPricer, PriceTable, RuleSet, Rule
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
 from heterog.simulator.memory import Inside, Kept, copies_of_ops, kept_values, peak_memory
 from heterog.simulator.place_facts import PlaceFacts, place_facts
-from heterog.simulator.referee import replay
+from heterog.simulator.referee import replay, sequence_of
 from heterog.simulator.timings import Timings, make_timings, with_room
 
 _MOST_PRICES = 256  # folds whose channels stay priced
@@ -348,10 +348,12 @@ class Runner:
 
         Above the limit it returns (a lower bound of the seconds, ``None``).
         """
-        choice, _, tape, prices, _ = lowered
+        choice, rules, tape, prices, _ = lowered
         limit_s -= _more_s(choice)
+        sequence = sequence_of(rules.tables, choice, tape, self.last)
+        num_devices = len(prices.type_of_device)
         end, done, replayed = replay(
-            tape, prices, self.last, len(prices.type_of_device), limit_s * choice.num_steps
+            tape, prices, self.last, num_devices, sequence, limit_s * choice.num_steps
         )
         num_tasks = int(tape.counts[NUM_TASKS])
         assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can be replayed"
@@ -471,14 +473,16 @@ class Runner:
         """
         lowered = self.fold(choice) or self.lower(choice)
         whole_s, _ = self.run(lowered, order, math.inf)
-        _, _, tape, prices, fold = lowered
+        _, rules, tape, prices, fold = lowered
         nominal, num_devices = self.last, len(prices.type_of_device)
+        sequence = sequence_of(rules.tables, lowered.choice, tape, nominal)
         factor = noise.device if fold is None else noise.device[:, fold.columns]
         result = np.empty(len(factor))
         for draw in range(len(factor)):
             self.poll()
             noisy = noisy_prices(prices, noise.resource[draw])
             seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])
-            end, _, _ = replay(tape, noisy, nominal._replace(seconds=seconds), num_devices)
+            disturbed = nominal._replace(seconds=seconds)
+            end, _, _ = replay(tape, noisy, disturbed, num_devices, sequence)
             result[draw] = end / choice.num_steps
         return result * whole_s / (whole_s - sum(mode.more_s for mode in choice.modes))

@@ -44,7 +44,7 @@ from heterog.pricing.roofline import Roofline
 from heterog.search.plan import Plan, plan_from_rows
 from heterog.simulator.engine import Order, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.referee import replay
+from heterog.simulator.referee import TaskOrder, replay
 from heterog.simulator.timings import make_timings
 from heterog.strategy.schedules import PipelineSchedule, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -755,7 +755,9 @@ class Tasks:
         end, done = simulate(tape, prices, timings, num_devices, int(order), np.inf)
         assert done == count
         assert end == max(timings.finish)
-        fair_end, fair_done, replayed = replay(tape, prices, timings, num_devices)
+        tasks = np.argsort(timings.start[:count], kind="stable").astype(np.int32)
+        sequence = TaskOrder(tasks, timings.sequence)
+        fair_end, fair_done, replayed = replay(tape, prices, timings, num_devices, sequence)
         assert fair_done == count
         assert fair_end == max(replayed.finish)
         return Times(timings.start, timings.finish, replayed.start, replayed.finish)

@@ -1,5 +1,6 @@
 """The referee against a slow reference, and against answers by hand."""
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Link
 from heterog.lowering.channels import Channel
-from heterog.lowering.program import FloatArray
+from heterog.lowering.choice import Choice
+from heterog.lowering.program import FIRST_FREE_KIND, LAST_OP_KIND, FloatArray, Program
 from heterog.lowering.resident import held_bytes
 from heterog.lowering.tape import NUM_TASKS
 from heterog.pricing.cost_model import ChannelSeconds
@@ -26,6 +28,42 @@ from tests.thorough import cases
 GIGA = 1e9
 
 
+def with_teams_together(
+    program: Program, evaluator: Evaluator, choice: Choice, start: FloatArray
+) -> list[float]:
+    """Starts of tasks, where like ops of a team have the latest of their starts."""
+    if program.is_in_turn or max(choice.teams.size.flat) == 1:
+        return list(start)
+    tables = evaluator.tables_of(choice)
+    seen: Counter[tuple[int, ...]] = Counter()
+    members: dict[tuple[int, ...], list[int]] = {}  # of what, by which team, the how manieth time
+    before: dict[int, int] = {}  # the task before one in its turn
+    last: dict[tuple[int, int], int] = {}
+    for task in np.flatnonzero(program.kind < FIRST_FREE_KIND).tolist():
+        what = tuple(int(each[task]) for each in (program.kind, program.subject, program.micro))
+        device, turn = int(program.device[task]), int(program.turn[task])
+        if (device, turn) in last:
+            before[task] = last[device, turn]
+        last[device, turn] = task
+        if what[0] <= LAST_OP_KIND:
+            team = choice.teams.number[choice.division[tables.op_group[what[1]]], device]
+            seen[*what, device] += 1
+            members.setdefault((*what, int(team), seen[*what, device]), []).append(task)
+    together = [float(each) for each in start]
+    is_settled = False
+    while not is_settled:  # until nothing moves any more
+        old = list(together)
+        for task in range(program.num_tasks):
+            needed = [together[maker] for maker in program.dependencies(task)]
+            needed += [together[before[task]]] if task in before else []
+            together[task] = max([together[task], *needed])
+        for team_tasks in members.values():
+            for task in team_tasks:
+                together[task] = max(together[each] for each in team_tasks)
+        is_settled = old == together
+    return together
+
+
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=cases(150, 25), deadline=None)
 def test_equals_the_slow_reference(seed: int) -> None:
@@ -39,12 +77,37 @@ def test_equals_the_slow_reference(seed: int) -> None:
     reference.assert_legal(tasks, start, finish)
     seconds: list[float] = []
     reference.simulate(tasks, order, seconds, is_in_turn=program.is_in_turn)
-    slow_start, slow_finish = reference.replay(tasks, list(engine_start), seconds)
+    together = with_teams_together(program, evaluator, choice, engine_start)
+    slow_start, slow_finish = reference.replay(tasks, together, seconds)
     np.testing.assert_allclose(start, slow_start, rtol=1e-9, atol=0)
     np.testing.assert_allclose(finish, slow_finish, rtol=1e-9, atol=0)
     step_time_s = evaluator.referee(choice, order).step_time_s
     assert step_time_s == pytest.approx(max(finish) / choice.num_steps, rel=1e-12)
     assert max(reference.upward_rank(tasks)) <= max(finish) * (1 + 1e-9)
+
+
+def test_members_of_a_team_take_their_ops_in_one_order() -> None:
+    """Though their messages leave a host one after another, by one NIC."""
+    rng, num_teams = Random(11), 0
+    while num_teams < 20:
+        evaluator, choice = random_case(rng)
+        order = rng.choice(list(Order))
+        program, start, _ = evaluator.referee_timings(choice, order)
+        group_of = evaluator.tables_of(choice).op_group
+        taken: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for task in np.lexsort((np.arange(program.num_tasks), start)).tolist():
+            if program.kind[task] <= LAST_OP_KIND:
+                subject, device = int(program.subject[task]), int(program.device[task])
+                division = int(choice.division[group_of[subject]])
+                what = int(program.kind[task]), subject, int(program.micro[task])
+                taken.setdefault((division, device), []).append(what)
+        for (division, device), ops in taken.items():
+            number = choice.teams.number[division]
+            mates = np.flatnonzero(number == number[device]).tolist()
+            for other in (taken.get((division, mate), ops) for mate in mates):
+                both = {*ops} & {*other}  # a mate may have nothing of a micro-batch
+                assert [op for op in ops if op in both] == [op for op in other if op in both]
+            num_teams += len(mates) > 1 and device == mates[0]
 
 
 def rates_of(held: list[dict[int, float]], weights: list[float] | None = None) -> FloatArray:
