@@ -17,7 +17,7 @@ from heterog.agents.finishing import (
     Finish,
     Scheduled,
 )
-from heterog.agents.op_level import NUM_RESCORED, NUM_RETURNED, Scored, Scorer, StepSettings
+from heterog.agents.op_level import NUM_RESCORED, NUM_RETURNED, Scored, Scorer, Variation
 from heterog.agents.stages import of_each_length
 from heterog.lowering.program import IntArray
 from heterog.methods.planner import Candidate, Problem, Spending
@@ -206,15 +206,13 @@ def _score(scorer: "Scorer", ways: "Sequence[Way]") -> None:
     plain, *pipelined = ways
     found = plain.found
     order = sorted(range(len(found)), key=lambda n: found[n].preference)
-    others: list[list[tuple[IntArray, StepSettings]]] = []
+    others: list[list[tuple[IntArray, Variation]]] = []
     if plain.is_tight:  # sorted by seconds alone: rows that do not fit may fit if they recompute
         loosely = sorted(order, key=lambda n: found[n].step_time_s)
-        others.append(
-            [(plain.rows[n], StepSettings(recompute=1.0)) for n in loosely[:NUM_RESCORED]]
-        )
+        others.append([(plain.rows[n], Variation(recompute=1.0)) for n in loosely[:NUM_RESCORED]])
         order = [n for n in order if found[n].overflow <= HOPELESS] or order[:1]
     for way in pipelined:
-        whole = StepSettings(num_micro=way.pair.num_micro)
+        whole = Variation(num_micro=way.pair.num_micro)
         split = replace(whole, finish=Finish(schedule=Scheduled.SPLIT))
         drawn, made = (
             sorted(rows, key=lambda row: way.pair.score(row).preference)

@@ -19,6 +19,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import FloatArray
+from heterog.lowering.space import StepSettings
 from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
@@ -462,14 +463,15 @@ class _Enumeration(Enumeration[_Point]):
                 ),
             )
         blocks = tuple(sorted({*self.blocks_of_layers, *point.cuts}))
-        return Meaning(
-            row,
-            point.order,
+        settings = StepSettings(
             micro_batches=self.space.micro_batches(point.num_micro),
             schedule=replace(capped, splits_backward=point.splits_backward),
-            op_rules=self.rules.op_rules if point.teams and self.rules is not None else (),
-            blocks=blocks if point.recomputing else (),
+            rule_set=self.evaluator.rules.number(
+                self.rules.op_rules if point.teams and self.rules is not None else (),
+                blocks if point.recomputing else (),
+            ),
         )
+        return Meaning(row, point.order, settings)
 
     def _decision(self, point: _Point, stage: int) -> Decision:
         """The decision of the groups of a stage."""

@@ -16,7 +16,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase, UpdateScope
-from heterog.lowering import Choice, encode, resident_bytes
+from heterog.lowering import Choice, encode, resident_bytes, steps_to_unroll
 from heterog.lowering.program import FloatArray
 from heterog.lowering.space import StrategySpace
 from heterog.lowering.tables import saved_values
@@ -165,9 +165,6 @@ class Feasibility:
         return ""
 
 
-UNROLLED_STEPS = 8
-"""Steps unrolled to measure a step without barrier: T_8 / 8 (a difference of two unrolled times
-can be gamed by a search; the mean cannot)."""
 _SERVED = 16
 
 OVERFULL = 2.0
@@ -241,7 +238,7 @@ class Evaluator(Runner):
     def space(self, candidates: Sequence[Decision] | None = None) -> StrategySpace:
         """The strategies that give every group one candidate decision; see ``StrategySpace``."""
         return StrategySpace(
-            self.graph, self.cluster, self.tables, self.channels, self.speeds, candidates
+            self.graph, self.cluster, self.rules, self.channels, self.speeds, candidates
         )
 
     def interval(self, step_time_s: float, strategy: Strategy | None = None) -> Interval:
@@ -293,7 +290,7 @@ class Evaluator(Runner):
     def encode(self, strategy: Strategy) -> Choice:
         """Check a strategy and encode it as flat arrays."""
         strategy.check(self.graph, self.cluster)
-        steps = 1 if strategy.step_barrier else UNROLLED_STEPS
+        steps = steps_to_unroll(strategy.step_barrier)
         number = self.rules.number(strategy.op_rules, strategy.blocks)
         rules = self.rules.of(number)
         choice = encode(
