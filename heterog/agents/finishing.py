@@ -23,12 +23,13 @@ from heterog.memo import kept
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import (
+    Caps,
+    capped,
     layers_of,
-    num_returns,
     stage_of_group,
     stages_by_counts,
 )
-from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages, stated_turns
+from heterog.strategy.schedules import PipelineSchedule, stated_turns
 
 
 class Scheduled(StrEnum):
@@ -49,7 +50,11 @@ class Scheduled(StrEnum):
 SCHEDULES_TRIED = tuple(each for each in Scheduled if each)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 _SPLITS = frozenset({Scheduled.SPLIT, Scheduled.HIDDEN_SPLIT})
-_HIDDEN = {Scheduled.CAPPED: 0.0, Scheduled.HIDDEN: 1.0, Scheduled.HIDDEN_SPLIT: 1.0}
+_CAPS = {
+    Scheduled.CAPPED: Caps.ONE_F_ONE_B,
+    Scheduled.HIDDEN: Caps.HIDING,
+    Scheduled.HIDDEN_SPLIT: Caps.HIDING,
+}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -127,18 +132,14 @@ class Finisher:
     def _capped(
         self, stages: list[tuple[tuple[int, ...], int, int]], schedule: Scheduled
     ) -> PipelineSchedule:
-        found = AS_IT_COMES
-        if schedule in _HIDDEN:
-            cuts, num_groups = [first for _, first, _ in stages[1:]], stages[-1][2]
-            found = caps_of_stages(
-                [devices for devices, _, _ in stages],
-                self._evaluator.cluster.num_devices,
-                hidden=_HIDDEN[schedule],
-                returns=num_returns(self._evaluator.graph, stage_of_group(cuts, num_groups)),
-            )
-        if schedule in _SPLITS:
-            found = PipelineSchedule(in_flight=found.in_flight, splits_backward=True)
-        return found
+        return capped(
+            self._evaluator.graph,
+            [devices for devices, _, _ in stages],
+            stage_of_group([first for _, first, _ in stages[1:]], stages[-1][2]),
+            _CAPS.get(schedule, Caps.NONE),
+            self._evaluator.cluster.num_devices,
+            splits_backward=schedule in _SPLITS,
+        )
 
     def _in_a_v(
         self,
