@@ -235,9 +235,8 @@ class DraftAgent(Planner):
             evaluator.most_tasks = allowed
 
     def _answer(self, problem: Problem) -> PlanResult:
-        if problem.budget.evaluations is not None:  # some are for the parents and the judgement
-            rest = problem.budget.evaluations - NUM_PARENTS - NUM_RETURNED
-            problem = replace(problem, budget=Budget(evaluations=max(rest, 1)))
+        # Some evaluations are for the parents and the judgement.
+        problem = replace(problem, budget=problem.budget.less(NUM_PARENTS + NUM_RETURNED))
         spending = problem.spend()
         search = Search(problem, self._lead)
         with spending.limits():

@@ -135,10 +135,8 @@ class Scorer:
     def begin(self, problem: Problem, spent: int) -> None:
         """Begin to score rows under a budget, of which ``spent`` evaluations are spent already."""
         self._problem, self._num_tasks, self._most_tasks = problem, 0, MOST_TASKS
-        self._most_evaluations = math.inf
-        if problem.budget.evaluations is not None:
-            left = max(problem.budget.evaluations - spent, 1)
-            self._most_evaluations = self.num_evaluations + left
+        left = max(problem.budget.most_evaluations - spent, 1)
+        self._most_evaluations = self.num_evaluations + left
 
     def search(
         self,

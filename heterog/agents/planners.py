@@ -120,8 +120,7 @@ def _has_many(problem: Problem) -> bool:
 
 def _is_too_short(needed_s: float, problem: Problem) -> bool:
     """Whether a whole answer takes too long while other methods have plans already."""
-    seconds = problem.budget.seconds
-    return seconds is not None and bool(problem.seeds) and seconds < needed_s
+    return bool(problem.seeds) and problem.budget.limit_s < needed_s
 
 
 def answer_limit_s(num_devices: int) -> float:
@@ -158,7 +157,7 @@ NewLead = Callable[[], Lead | None]
 
 def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
     reason = (
-        f"a policy's answer takes about {needed_s:.1f} s, of the {problem.budget.seconds:.1f} s "
+        f"a policy's answer takes about {needed_s:.1f} s, of the {problem.budget.limit_s:.1f} s "
         "that it has; a larger budget lets it answer"
     )
     return PlanResult(candidates=(), num_evaluations=0, reason=reason)
@@ -255,7 +254,7 @@ class Agent(_AsksPolicy):
         found = _more(proposals, self.policy, asked, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
         drafted: PlanResult | None = problem.memory.get(_DRAFTED)
-        left = _left(problem.budget, found.num_evaluations, spending.seconds)
+        left = problem.budget.less(found.num_evaluations, spending.seconds)
         # Drafts take about as long again; beside other methods they wait until there is time.
         has_time = not _is_too_short(answer_s(problem.evaluator), replace(problem, budget=left))
         if self._drafts and has_time and drafted is None:
@@ -307,7 +306,7 @@ class AgentSearch(_AsksPolicy):
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
         if not problem.seeds and not problem.has_only_places:
-            rest = _left(problem.budget, found.num_evaluations, spending.seconds)
+            rest = problem.budget.less(found.num_evaluations, spending.seconds)
             budget = drafts_budget(rest.part(0.5), problem.evaluator.cluster.num_devices)
             drafted = _drafted(replace(problem, budget=budget), self._lead)
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
@@ -320,7 +319,7 @@ class AgentSearch(_AsksPolicy):
             replace(candidate, orders=(problem.first_order,)) for candidate in found.candidates
         )
         num_evaluations = found.num_evaluations + drafted.num_evaluations
-        rest = _left(problem.budget, num_evaluations, spending.seconds)
+        rest = problem.budget.less(num_evaluations, spending.seconds)
         searched = LocalSearch(self._lead()).plan(
             replace(
                 problem,
@@ -354,20 +353,10 @@ def _rows_part(problem: Problem, whole: float = 1.0) -> float:
 
 def _drafted(problem: Problem, lead: NewLead) -> PlanResult:
     """The best drafts and seeds, finished by moves; none if too little budget is left."""
-    evaluations = problem.budget.evaluations
-    if evaluations is not None and evaluations < LEAST_FOR_DRAFTS:
-        return _NO_DRAFTS
-    if problem.budget.seconds is not None and problem.budget.seconds < LEAST_DRAFTS_S:
+    budget = problem.budget
+    if budget.most_evaluations < LEAST_FOR_DRAFTS or budget.limit_s < LEAST_DRAFTS_S:
         return _NO_DRAFTS
     return DraftAgent(lead=lead()).plan(problem)
-
-
-def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:
-    """The rest of a budget, at least a little."""
-    if budget.evaluations is not None:
-        return Budget(evaluations=max(budget.evaluations - evaluations, 1))
-    assert budget.seconds is not None
-    return Budget(seconds=max(budget.seconds - seconds, 1e-3))
 
 
 def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:

@@ -115,9 +115,8 @@ class Proposals:
 
         num_samples = self._num_samples
         has_many = problem.evaluator.cluster.num_devices > MANY_DEVICES
-        seconds = problem.budget.seconds
-        if seconds is not None and not self._times:
-            has_many |= num_samples > FEW_SAMPLES and answer_s(problem.evaluator) > seconds
+        if num_samples > FEW_SAMPLES and not self._times:
+            has_many |= answer_s(problem.evaluator) > problem.budget.limit_s
         if has_many:
             num_samples = min(num_samples, FEW_SAMPLES)
         if problem.budget.evaluations is not None:

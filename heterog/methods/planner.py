@@ -63,12 +63,27 @@ class Budget:
     def __str__(self) -> str:
         return f"{self.seconds:g}s" if self.evaluations is None else f"{self.evaluations}e"
 
+    @property
+    def limit_s(self) -> float:
+        """Its seconds; infinite for a budget of evaluations."""
+        return math.inf if self.seconds is None else self.seconds
+
+    @property
+    def most_evaluations(self) -> float:
+        """Its evaluations; infinite for a budget of time."""
+        return math.inf if self.evaluations is None else self.evaluations
+
+    def less(self, evaluations: int, seconds: float = 0.0) -> "Budget":
+        """What is left of it after some evaluations or seconds; at least a little."""
+        if self.evaluations is not None:
+            return Budget(evaluations=max(self.evaluations - evaluations, 1))
+        return Budget(seconds=max(self.limit_s - seconds, 1e-3))
+
     def part(self, share: float) -> "Budget":
         """A part of the budget, at least one evaluation."""
         if self.evaluations is not None:
             return Budget(evaluations=max(int(self.evaluations * share + _ROUNDING), 1))
-        assert self.seconds is not None
-        return Budget(seconds=self.seconds * share)
+        return Budget(seconds=self.limit_s * share)
 
     @staticmethod
     def parse(text: str) -> "Budget":
@@ -182,8 +197,7 @@ class Spending:
         """Part of the budget that is spent: from 0, and above 1 if it is overspent."""
         if self._budget.evaluations is not None:
             return self.evaluations / self._budget.evaluations
-        assert self._budget.seconds is not None
-        return self.seconds / self._budget.seconds
+        return self.seconds / self._budget.limit_s
 
     def is_past(self, part: float) -> bool:
         """Whether the time is over, or a part of a budget of seconds is spent."""
