@@ -82,9 +82,7 @@ class Drafter:
             sync for sync in Sync if not sync.is_sharded or self.graph.updates_elementwise
         ]
         self.sizes = np.unique(np.geomspace(1.0, batch, 6).round())
-        tables = evaluator.tables
-        real = tables.op_group >= 0
-        self.num_ops = np.bincount(tables.op_group[real], minlength=self.num_groups)
+        self.num_ops, real = evaluator.group_num_ops, evaluator.tables.op_group >= 0
         self.seconds: FloatArray = np.stack([
             np.stack([self._before(kind, int(size), real) for size in self.sizes])
             for kind in range(len(self.cluster.device_types))

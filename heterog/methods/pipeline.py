@@ -178,8 +178,7 @@ class _Enumeration(Enumeration[_Point]):
         self.kinds = kinds_worth_trying(evaluator.graph)
         refused = micro_batches_refused(evaluator.graph, 2)
         self.most_micro = 1 if refused else evaluator.graph.batch_size
-        groups = evaluator.tables.op_group
-        self.num_ops = np.bincount(groups[groups >= 0], minlength=self.num_groups)
+        self.num_ops = evaluator.group_num_ops
 
     def search(self) -> None:
         """Try balanced cuts of all sequences, other settings of the best, then cuts nearby."""

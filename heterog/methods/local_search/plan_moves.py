@@ -58,9 +58,8 @@ class PlanMoves:
         self._evaluator = evaluator = neighbours.problem.evaluator
         self._cluster, self._graph = evaluator.cluster, evaluator.graph
         self._num_groups = neighbours.num_groups
-        tables, kinds = evaluator.tables, range(len(evaluator.cluster.device_types))
-        real = tables.op_group >= 0
-        self._num_ops = np.bincount(tables.op_group[real], minlength=self._num_groups)
+        kinds = range(len(evaluator.cluster.device_types))
+        self._num_ops = evaluator.group_num_ops
         self._seconds: FloatArray = np.stack([
             evaluator.prices.seconds_of_groups(kind, self._graph.batch_size)[1] + 1e-9
             for kind in kinds
