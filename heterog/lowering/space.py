@@ -54,8 +54,8 @@ class StepSettings(NamedTuple):
     rule_set: int = 0
 
 
-class RuleSet(Protocol):
-    """Op rules and blocks, with the tables and the encoder that they give a graph."""
+class RuledTables(Protocol):
+    """Op rules and blocks, with a graph's tables under them and their encoder."""
 
     op_rules: OpRules
     blocks: tuple[int, ...]
@@ -63,11 +63,11 @@ class RuleSet(Protocol):
     encoder: Encoder
 
 
-class RuleSets(Protocol):
-    """The rule sets of a graph by number; 0 is no rules."""
+class NumberedRules(Protocol):
+    """Tables of a graph by the number of its op rules and blocks; 0 is none."""
 
-    def of(self, number: int, /) -> RuleSet:
-        """The rule set with a number."""
+    def of(self, number: int, /) -> RuledTables:
+        """The tables under the rules with a number."""
         ...
 
 
@@ -167,7 +167,7 @@ class StrategySpace:
         self,
         graph: OpGraph,
         cluster: Cluster,
-        rules: RuleSets,
+        rules: NumberedRules,
         channels: ChannelTable,
         speeds: tuple[float, ...],
         decisions: Sequence[Decision] | None = None,
