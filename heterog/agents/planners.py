@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from heterog.agents.beginnings import DraftAgent
+from heterog.agents.beginnings import DraftAgent, left_of
 from heterog.agents.op_level import NUM_RETURNED
 from heterog.agents.proposals import (
     MANY_DEVICES,
@@ -263,7 +263,7 @@ class Agent(_AsksPolicy):
         found = _more(proposals, self.policy, asked, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
         drafted: PlanResult | None = problem.memory.get(_DRAFTED)
-        left = problem.budget.less(found.num_evaluations, spending.seconds)
+        left = left_of(problem.budget, found.num_evaluations, spending.seconds)
         # Drafts take about as long again; beside other methods they wait until there is time.
         has_time = not _is_too_short(answer_s(problem.evaluator), replace(problem, budget=left))
         if self._drafts and has_time and drafted is None:
@@ -313,7 +313,7 @@ class AgentSearch(_AsksPolicy):
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
         if not problem.seeds and not problem.has_only_places:
-            rest = problem.budget.less(found.num_evaluations, spending.seconds)
+            rest = left_of(problem.budget, found.num_evaluations, spending.seconds)
             drafted = self._drafted(problem, rest.part(0.5))
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
@@ -325,7 +325,7 @@ class AgentSearch(_AsksPolicy):
             replace(candidate, orders=(problem.first_order,)) for candidate in found.candidates
         )
         num_evaluations = found.num_evaluations + drafted.num_evaluations
-        rest = problem.budget.less(num_evaluations, spending.seconds)
+        rest = left_of(problem.budget, num_evaluations, spending.seconds)
         searched = LocalSearch(self._lead()).plan(
             replace(
                 problem,
