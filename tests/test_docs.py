@@ -45,13 +45,14 @@ from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
 from heterog.graph.grouping import MAX_BLOCKS
+from heterog.lowering import UNROLLED_STEPS
 from heterog.modes.averaging.value import Averaging, passes_after, passes_before, times_moved
 from heterog.pricing.intervals import SPREAD
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.measure.profiler import SHARES
 from heterog.runtime.ranks.testbed import shipped_testbeds
 from heterog.search.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
-from heterog.simulator.evaluator import MEMORY_MARGIN, UNROLLED_STEPS
+from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.units import GIB, MIB
 from heterog.zoo import names as zoo_names

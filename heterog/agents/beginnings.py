@@ -235,9 +235,8 @@ class DraftAgent(Planner):
             evaluator.most_tasks = allowed
 
     def _answer(self, problem: Problem) -> PlanResult:
-        if problem.budget.evaluations is not None:  # some are for the parents and the judgement
-            rest = problem.budget.evaluations - NUM_PARENTS - NUM_RETURNED
-            problem = replace(problem, budget=Budget(evaluations=max(rest, 1)))
+        # Some evaluations are for the parents and the judgement.
+        problem = replace(problem, budget=left_of(problem.budget, NUM_PARENTS + NUM_RETURNED))
         spending = problem.spend()
         search = Search(problem, self._lead)
         with spending.limits():
@@ -264,6 +263,17 @@ class DraftAgent(Planner):
                 beginnings.go_on()
         for each in beginnings.best()[:NUM_PARENTS]:
             search.engine.cost(each.state)
+
+
+def left_of(budget: Budget, evaluations: int, seconds: float = 0.0) -> Budget:
+    """What is left of a budget after some evaluations or seconds; at least a little.
+
+    >>> left_of(Budget(evaluations=5), 2, 9.0), left_of(Budget(seconds=1.0), 2, 9.0)
+    (Budget(seconds=None, evaluations=3), Budget(seconds=0.001, evaluations=None))
+    """
+    if budget.evaluations is not None:
+        return Budget(evaluations=max(budget.evaluations - evaluations, 1))
+    return Budget(seconds=max(budget.limit_s - seconds, 1e-3))
 
 
 def _rest(problem: Problem, spending: Spending) -> Budget | None:

@@ -21,6 +21,7 @@ from heterog.lowering.group_edges import moved_between_groups
 from heterog.lowering.program import FloatArray
 from heterog.memo import kept
 from heterog.simulator.engine import Order
+from heterog.strategy.layouts.stages import Caps
 from heterog.strategy.strategy import Keeps, Sync
 from heterog.strategy.sync import Sharded
 
@@ -153,7 +154,8 @@ class DraftEstimates:
         behind = len(draft.stages) - place
         under_way = draft.num_micro
         if draft.caps:
-            under_way = min(under_way, behind if draft.caps == 1 else 2 * behind - 1)
+            hidden = draft.caps - Caps.ONE_F_ONE_B
+            under_way = min(under_way, behind + hidden * (behind - 1))
         elif draft.num_micro > 1 and draft.order != Order.RANK:
             under_way = min(under_way, 2 * behind)
         held = 1.0 if draft.keeps is None else _HELD[draft.keeps]

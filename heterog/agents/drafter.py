@@ -33,8 +33,8 @@ from heterog.methods.teams import host_teams, in_teams
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.strategy.division import split_evenly
-from heterog.strategy.layouts.stages import layer_blocks, num_returns, stage_of_group
-from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages
+from heterog.strategy.layouts.stages import Caps, capped, layer_blocks, stage_of_group
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -82,9 +82,7 @@ class Drafter:
             sync for sync in Sync if not sync.is_sharded or self.graph.updates_elementwise
         ]
         self.sizes = np.unique(np.geomspace(1.0, batch, 6).round())
-        tables = evaluator.tables
-        real = tables.op_group >= 0
-        self.num_ops = np.bincount(tables.op_group[real], minlength=self.num_groups)
+        self.num_ops, real = evaluator.group_num_ops, evaluator.tables.op_group >= 0
         self.seconds: FloatArray = np.stack([
             np.stack([self._before(kind, int(size), real) for size in self.sizes])
             for kind in range(len(self.cluster.device_types))
@@ -229,10 +227,10 @@ class Drafter:
             return Order.RANK
         return orders[int(self.rng.integers(len(orders)))]
 
-    def _caps(self, draft: Draft) -> int:
+    def _caps(self, draft: Draft) -> Caps:
         if draft.num_micro == 1 or len(draft.stages) == 1 or not draft.is_disjoint:
-            return 0
-        return int(self.rng.integers(3))
+            return Caps.NONE
+        return Caps(int(self.rng.integers(len(Caps))))
 
     def _small(self, draft: Draft) -> Draft:
         """The draft with fewer micro-batches if a simulation would take too long."""
@@ -326,7 +324,7 @@ class Drafter:
         made = replace(draft, stages=tuple(stages))
         made = replace(
             made,
-            caps=made.caps if made.is_disjoint and len(stages) > 1 else 0,
+            caps=made.caps if made.is_disjoint and len(stages) > 1 else Caps.NONE,
             splits_backward=made.splits_backward and len(stages) > 1,
         )
         return replace(made, starts=self.starts_of(made))
@@ -450,15 +448,11 @@ class Drafter:
         return made if keeps is None else replace(made, recompute=True, keeps=keeps)
 
     def _schedule(self, draft: Draft, *, is_cut: bool) -> PipelineSchedule:
-        schedule = AS_IT_COMES
-        if draft.caps and is_cut:
-            stages = [stage.devices for stage in draft.stages]
-            schedule = caps_of_stages(
-                stages,
-                self.cluster.num_devices,
-                hidden=draft.caps - 1,
-                returns=num_returns(self.graph, stage_of_group(draft.starts[1:], self.num_groups)),
-            )
-        if draft.splits_backward:
-            schedule = replace(schedule, splits_backward=True)
-        return schedule
+        return capped(
+            self.graph,
+            [stage.devices for stage in draft.stages],
+            stage_of_group(draft.starts[1:], self.num_groups),
+            draft.caps if is_cut else Caps.NONE,
+            self.cluster.num_devices,
+            splits_backward=draft.splits_backward,
+        )

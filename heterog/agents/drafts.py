@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from heterog.lowering.program import FloatArray
 from heterog.simulator.engine import Order
+from heterog.strategy.layouts.stages import Caps
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps, Sync
 
 _HALVINGS = 24  # bisections of the limit on a stage's seconds
@@ -62,7 +63,7 @@ class Draft:
         num_micro: Number of micro-batches.
         order: Order of waiting tasks.
         keeps: What recomputing groups keep; ``None`` if no group recomputes.
-        caps: Caps on micro-batches in flight: 0 none, 1 those of 1F1B, 2 those that hide messages.
+        caps: Caps on micro-batches in flight.
         splits_backward: Whether weight gradients wait until a device has nothing else to do.
         bucket_bytes: Bytes of a bucket of gradients.
         shards: Layers that are sharded, if there are no teams.
@@ -73,7 +74,7 @@ class Draft:
     num_micro: int = 1
     order: Order = Order.RANK
     keeps: Keeps | None = None
-    caps: int = 0
+    caps: Caps = Caps.NONE
     splits_backward: bool = False
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     shards: tuple[Shard, ...] = ()
@@ -100,7 +101,7 @@ def canonical(draft: Draft) -> Draft:
     stages = tuple(
         Stage(stage.devices) if len(stage.devices) == 1 else stage for stage in draft.stages
     )
-    made = replace(draft, stages=stages, caps=draft.caps if draft.num_micro > 1 else 0)
+    made = replace(draft, stages=stages, caps=draft.caps if draft.num_micro > 1 else Caps.NONE)
     if not any(len(stage.devices) > 1 for stage in stages):  # there are no gradients to sum
         made = replace(made, bucket_bytes=DEFAULT_BUCKET_BYTES)
         if len(stages) == 1 and made.num_micro == 1:

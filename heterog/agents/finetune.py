@@ -8,7 +8,6 @@ the kind of rows that the best proposal has: plain, pipelined, or with a divided
 """
 
 import copy
-import math
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ class FineTuned(Planner):
                 rows = [*made.rows[0]]
                 num_steps += 1
                 if num_steps % _SEARCH_EVERY == 0 and not spending.is_over:
-                    left = (self._budget.evaluations or math.inf) - spending.evaluations
+                    left = self._budget.most_evaluations - spending.evaluations
                     starts = [*rows, *(row for row, _ in best.values())]
                     allowed = int(min(_SEARCH_EVALUATIONS, left))
                     rows += [*find_elites(pair, allowed, rng, starts).rows]

@@ -17,19 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.graph.placement import OpRules
 from heterog.lowering.program import IntArray
-from heterog.lowering.space import StrategySpace
+from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.memo import kept
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import (
+    Caps,
+    capped,
     layers_of,
-    num_returns,
     stage_of_group,
     stages_by_counts,
 )
-from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages, stated_turns
+from heterog.strategy.schedules import PipelineSchedule, stated_turns
 
 
 class Scheduled(StrEnum):
@@ -50,7 +50,11 @@ class Scheduled(StrEnum):
 SCHEDULES_TRIED = tuple(each for each in Scheduled if each)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 _SPLITS = frozenset({Scheduled.SPLIT, Scheduled.HIDDEN_SPLIT})
-_HIDDEN = {Scheduled.CAPPED: 0.0, Scheduled.HIDDEN: 1.0, Scheduled.HIDDEN_SPLIT: 1.0}
+_CAPS = {
+    Scheduled.CAPPED: Caps.ONE_F_ONE_B,
+    Scheduled.HIDDEN: Caps.HIDING,
+    Scheduled.HIDDEN_SPLIT: Caps.HIDING,
+}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,21 +73,8 @@ class Finish:
 PLAIN = Finish()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A row with its finish, as a strategy needs it.
-
-    Attributes:
-        row: Number of every group's decision in the space.  # [num_groups]
-        rule_number: Number of its op rules in the evaluator.
-        op_rules: These rules.
-        schedule: Order of the micro-batches.
-    """
-
-    row: IntArray
-    rule_number: int = 0
-    op_rules: OpRules = ()
-    schedule: PipelineSchedule = AS_IT_COMES
+Finished = tuple[IntArray, StepSettings]
+"""A row with its finish: number of every group's decision in the space, and settings."""
 
 
 class Finisher:
@@ -119,43 +110,43 @@ class Finisher:
             finish: Teams and schedule.
             num_micro: Number of micro-batches.
         """
+        settings = StepSettings(micro_batches=self._space.micro_batches(num_micro))
         if finish == PLAIN:
-            return Finished(row=row)
+            return row, settings
         stages = self._stages(row)
-        schedule = AS_IT_COMES
         if finish.schedule:
             if len({device for devices, _, _ in stages for device in devices}) < sum(
                 len(devices) for devices, _, _ in stages
             ):
                 return None  # a device has several stages already
             if finish.schedule == Scheduled.IN_A_V:
-                return self._in_a_v(row, stages, finish, num_micro)
-            schedule = self._capped(stages, finish.schedule)
-        return self._with_teams(row, finish.team_size, schedule)
+                folded = self._in_a_v(row, stages, num_micro)
+                if folded is None:
+                    return None
+                row, schedule = folded
+            else:
+                schedule = self._capped(stages, finish.schedule)
+            settings = settings._replace(schedule=schedule)
+        return self._with_teams(row, finish.team_size, settings)
 
     def _capped(
         self, stages: list[tuple[tuple[int, ...], int, int]], schedule: Scheduled
     ) -> PipelineSchedule:
-        found = AS_IT_COMES
-        if schedule in _HIDDEN:
-            cuts, num_groups = [first for _, first, _ in stages[1:]], stages[-1][2]
-            found = caps_of_stages(
-                [devices for devices, _, _ in stages],
-                self._evaluator.cluster.num_devices,
-                hidden=_HIDDEN[schedule],
-                returns=num_returns(self._evaluator.graph, stage_of_group(cuts, num_groups)),
-            )
-        if schedule in _SPLITS:
-            found = PipelineSchedule(in_flight=found.in_flight, splits_backward=True)
-        return found
+        return capped(
+            self._evaluator.graph,
+            [devices for devices, _, _ in stages],
+            stage_of_group([first for _, first, _ in stages[1:]], stages[-1][2]),
+            _CAPS.get(schedule, Caps.NONE),
+            self._evaluator.cluster.num_devices,
+            splits_backward=schedule in _SPLITS,
+        )
 
     def _in_a_v(
         self,
         row: IntArray,
         stages: list[tuple[tuple[int, ...], int, int]],
-        finish: Finish,
         num_micro: int,
-    ) -> Finished | None:
+    ) -> tuple[IntArray, PipelineSchedule] | None:
         """The first halves of the stages in their order, then the second halves in reverse."""
         counts = [last - first for _, first, last in stages]
         if len(stages) < 2 or min(counts) < 2:
@@ -179,7 +170,7 @@ class Finisher:
             )
         except StrategyError:
             return None
-        return self._with_teams(folded, finish.team_size, schedule)
+        return folded, schedule
 
     def _between_layers(self, starts: IntArray) -> IntArray:
         """The nearest groups at which layers begin; with cuts elsewhere, turns may deadlock."""
@@ -191,18 +182,14 @@ class Finisher:
         nearest = np.abs(places[:, None] - starts[None]).argmin(axis=0)
         return np.asarray(places[nearest], np.int32)
 
-    def _with_teams(self, row: IntArray, size: int, schedule: PipelineSchedule) -> Finished | None:
+    def _with_teams(self, row: IntArray, size: int, settings: StepSettings) -> Finished:
         rules = rules_of_model(self._evaluator.graph) if size > 1 else None
         if rules is None:
-            return Finished(row=row, schedule=schedule)
+            return row, settings
         numbers, of_group = np.unique(row, return_inverse=True)
         in_teams = np.array([self._number(int(number), size) for number in numbers], np.int32)
-        return Finished(
-            row=in_teams[of_group.reshape(-1)],
-            rule_number=self._evaluator.rules.number(rules.op_rules, ()),
-            op_rules=rules.op_rules,
-            schedule=schedule,
-        )
+        rule_set = self._evaluator.rules.number(rules.op_rules)
+        return in_teams[of_group.reshape(-1)], settings._replace(rule_set=rule_set)
 
     @kept
     def _number(self, number: int, size: int) -> int:

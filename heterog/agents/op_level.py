@@ -19,6 +19,7 @@ from heterog.agents.finishing import (
     PLAIN,
     SCHEDULES_TRIED,
     Finish,
+    Finished,
     Finisher,
     Scheduled,
     moved_cuts,
@@ -32,7 +33,7 @@ from heterog.methods.planner import Candidate, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluation, Outcome
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ _WORST = math.inf, math.inf
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class StepSettings:
-    """Settings of the whole step.
+class Variation:
+    """Settings of the whole step that are tried with a row.
 
     Attributes:
         bucket_bytes: Bytes of a bucket, as in ``Strategy``.
@@ -99,7 +100,7 @@ class StepSettings:
     finish: Finish = PLAIN
 
 
-def _orders(whole: StepSettings, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
+def _orders(whole: Variation, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
     """Orders to score in: by rank; with micro-batches, first in, first out and then by rank.
 
     By rank, the forward passes of all micro-batches come before the first backward pass: up
@@ -124,9 +125,9 @@ class Scorer:
         self.pair = pair
         self._space = evaluator.space(pair.table)
         self.num_evaluations = 0
-        self._scored: dict[tuple[bytes, StepSettings], Preference] = {}
-        self._judged: dict[tuple[bytes, StepSettings, Order], Preference] = {}
-        self._found: dict[tuple[bytes, StepSettings, Order], Evaluation] = {}  # of those that fit
+        self._scored: dict[tuple[bytes, Variation], Preference] = {}
+        self._judged: dict[tuple[bytes, Variation, Order], Preference] = {}
+        self._found: dict[tuple[bytes, Variation, Order], Evaluation] = {}  # of those that fit
         self._kinds = kinds_worth_trying(evaluator.graph)
         self._finisher = Finisher(evaluator, self._space)
         self.begin(problem, spent)
@@ -134,15 +135,13 @@ class Scorer:
     def begin(self, problem: Problem, spent: int) -> None:
         """Begin to score rows under a budget, of which ``spent`` evaluations are spent already."""
         self._problem, self._num_tasks, self._most_tasks = problem, 0, MOST_TASKS
-        self._most_evaluations = math.inf
-        if problem.budget.evaluations is not None:
-            left = max(problem.budget.evaluations - spent, 1)
-            self._most_evaluations = self.num_evaluations + left
+        left = max(problem.budget.most_evaluations - spent, 1)
+        self._most_evaluations = self.num_evaluations + left
 
     def search(
         self,
         rows: IntArray,
-        ways: Sequence[tuple[IntArray, StepSettings]] = (),
+        ways: Sequence[tuple[IntArray, Variation]] = (),
     ) -> None:
         """Score the first rows, and other rows with given settings; vary the best."""
         count = NUM_RESCORED
@@ -151,7 +150,7 @@ class Scorer:
             count = max(min(count, int(left) // len(BUCKETS)), 1)
         for row in self.pair.groups(rows[:count]):
             for bucket_bytes in BUCKETS:
-                self.score(row, StepSettings(bucket_bytes, self.pair.num_micro))
+                self.score(row, Variation(bucket_bytes, self.pair.num_micro))
         for row, whole in ways:
             if self._num_tasks < MOST_TASKS / 2:  # the rest is for varying them
                 self.score(self.pair.groups(row), whole)
@@ -163,7 +162,7 @@ class Scorer:
         for row, whole in self._worth_finishing():
             self.finish(row, whole)
 
-    def score(self, row: IntArray, whole: StepSettings, best: Preference = _WORST) -> Preference:
+    def score(self, row: IntArray, whole: Variation, best: Preference = _WORST) -> Preference:
         """(bytes missing, seconds); infinite if the row is surely slower than the best.
 
         Also infinite for new rows once the budget is spent.
@@ -195,22 +194,17 @@ class Scorer:
         self._num_tasks += len(orders) * problem.evaluator.num_tasks
         return self._scored[key]
 
-    def _choice(self, row: IntArray, whole: StepSettings) -> Choice | None:
+    def _choice(self, row: IntArray, whole: Variation) -> Choice | None:
         """The row and settings for the evaluator; ``None`` if the row has no such schedule."""
-        evaluator = self._problem.evaluator
-        made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
-        if made is None:
-            return None
-        return self._space.encode(
-            made.row,
-            bucket_bytes=whole.bucket_bytes,
-            num_steps=1 if self._problem.step_barrier else UNROLLED_STEPS,
-            micro_batches=self._space.micro_batches(whole.num_micro),
-            tables=evaluator.rules.of(made.rule_number).tables,
-            schedule=made.schedule,
-        )._replace(rule_set=made.rule_number)
+        made = self._finished(row, whole)
+        return made and self._space.encode(*made, step_barrier=self._problem.step_barrier)
 
-    def _preference(self, found: Evaluation, whole: StepSettings) -> Preference:
+    def _finished(self, row: IntArray, whole: Variation) -> Finished | None:
+        row = self._candidates(row, whole)
+        made = self._finisher.finished(row, whole.finish, whole.num_micro)
+        return made and (made[0], made[1]._replace(bucket_bytes=whole.bucket_bytes))
+
+    def _preference(self, found: Evaluation, whole: Variation) -> Preference:
         """An evaluation's preference; a recomputing strategy above ``FILLED`` does not fit."""
         if whole.recompute > 0.0 and found.outcome == Outcome.OK:
             if (found.peak_memory_bytes / self.pair.memory.usable_bytes).max() > FILLED:
@@ -222,7 +216,7 @@ class Scorer:
     def judge(
         self,
         row: IntArray,
-        whole: StepSettings,
+        whole: Variation,
         order: Order,
         best: Preference = _WORST,
     ) -> Preference:
@@ -263,13 +257,13 @@ class Scorer:
     def refine(self) -> None:
         """Refine the best judged rows, by the referee's judgement."""
         self._most_tasks = self._num_tasks + MOST_REFINED_TASKS
-        starts: dict[object, tuple[IntArray, StepSettings, Order]] = {}
+        starts: dict[object, tuple[IntArray, Variation, Order]] = {}
         for row, whole, order in self._judged_in_order(len(self._judged)):
             starts.setdefault(self._kind(row), (row, whole, order))
         for row, whole, order in list(starts.values())[:NUM_REFINED]:
             self._refine(row, whole, order)
 
-    def _refine(self, row: IntArray, whole: StepSettings, order: Order) -> None:
+    def _refine(self, row: IntArray, whole: Variation, order: Order) -> None:
         """Move a row's cuts, then try more and fewer micro-batches, and move them again."""
         row, best = self._move_cuts(
             row, FINE_STEPS, lambda other, best: self.judge(other, whole, order, best)
@@ -309,7 +303,7 @@ class Scorer:
                         break
         return row, best
 
-    def _judged_in_order(self, count: int) -> list[tuple[IntArray, StepSettings, Order]]:
+    def _judged_in_order(self, count: int) -> list[tuple[IntArray, Variation, Order]]:
         """The best rows and settings that the referee has judged, best first."""
         keys = sorted(self._judged, key=lambda key: (self._judged[key], key))
         return [(np.frombuffer(row, np.int32), whole, order) for row, whole, order in keys[:count]]
@@ -317,17 +311,17 @@ class Scorer:
     def ensure(self, rows: IntArray) -> None:
         """Provide a result even if there was no time to score any row."""
         if not self._scored:
-            whole = StepSettings(num_micro=self.pair.num_micro)
+            whole = Variation(num_micro=self.pair.num_micro)
             self._scored[self.pair.groups(rows[0]).tobytes(), whole] = _WORST
 
-    def best(self, count: int) -> list[tuple[IntArray, StepSettings]]:
+    def best(self, count: int) -> list[tuple[IntArray, Variation]]:
         """The best so far, best first."""
         keys = sorted(self._scored, key=lambda key: (self._scored[key], key))
         return [(np.frombuffer(row, np.int32), whole) for row, whole in keys[:count]]
 
-    def best_rows(self, count: int) -> list[tuple[IntArray, StepSettings]]:
+    def best_rows(self, count: int) -> list[tuple[IntArray, Variation]]:
         """The best different rows that can run, each in its best way, best first."""
-        first: dict[object, tuple[IntArray, StepSettings]] = {}
+        first: dict[object, tuple[IntArray, Variation]] = {}
         for row, whole in self.best(sum(score < _WORST for score in self._scored.values())):
             first.setdefault(self._kind(row), (row, whole))
             if len(first) == count:
@@ -364,7 +358,7 @@ class Scorer:
         numbers = (num_micro << power for power in range(1, MOST_MICRO_BATCHES.bit_length()))
         return [number for number in numbers if least <= number <= most]
 
-    def _worth_finishing(self) -> list[tuple[IntArray, StepSettings]]:
+    def _worth_finishing(self) -> list[tuple[IntArray, Variation]]:
         """The best pipelined rows within ``MOST_BEHIND`` of the best row.
 
         Rows of one stage are not finished: data parallelism hides what teams would save.
@@ -382,7 +376,7 @@ class Scorer:
         member = self.pair.observer.member
         return bool((member[row[1:]] != member[row[:-1]]).any())
 
-    def vary(self, row: IntArray, whole: StepSettings) -> None:
+    def vary(self, row: IntArray, whole: Variation) -> None:
         """Try other settings of the whole step."""
         best = self._saved(row, whole, self.score(row, whole))
         for num_micro in MICRO_BATCHES:
@@ -395,7 +389,7 @@ class Scorer:
                 return
             best = self._saved(row, cut, min(best, found))
 
-    def _saved(self, row: IntArray, whole: StepSettings, best: Preference) -> Preference:
+    def _saved(self, row: IntArray, whole: Variation, best: Preference) -> Preference:
         """The score, or a better one with as few recomputing blocks as needed to fit.
 
         If recomputing all blocks suffices, all blocks with less recomputation are tried, too.
@@ -419,7 +413,7 @@ class Scorer:
                 break
         return best
 
-    def finish(self, row: IntArray, whole: StepSettings) -> None:
+    def finish(self, row: IntArray, whole: Variation) -> None:
         """Try teams, schedules and places of the cuts of a pipeline, each from the best so far."""
         best = self.score(row, whole)
         if best[0] == np.inf:
@@ -431,14 +425,14 @@ class Scorer:
                     best, whole = found, other
         self._move_cuts(row, COARSE_STEPS, lambda other, best: self.score(other, whole, best))
 
-    def _in_teams(self, row: IntArray, whole: StepSettings) -> Iterator[StepSettings]:
+    def _in_teams(self, row: IntArray, whole: Variation) -> Iterator[Variation]:
         """Teams of every size, also with twice as many micro-batches."""
         for size, factor in product(self._finisher.sizes, (1, 2)):
             if factor * whole.num_micro <= self.pair.graph.batch_size:
                 finish = replace(whole.finish, team_size=size)
                 yield replace(whole, num_micro=factor * whole.num_micro, finish=finish)
 
-    def _scheduled(self, row: IntArray, whole: StepSettings) -> Iterator[StepSettings]:
+    def _scheduled(self, row: IntArray, whole: Variation) -> Iterator[Variation]:
         """Schedules of a row with its micro-batches, and delayed weight gradients without any.
 
         Without micro-batches, a schedule decides only when weight gradients are computed.
@@ -463,17 +457,10 @@ class Scorer:
             for score, row, whole, order in found
         ]
 
-    def _candidate(self, row: IntArray, whole: StepSettings, order: Order) -> Candidate:
-        made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
+    def _candidate(self, row: IntArray, whole: Variation, order: Order) -> Candidate:
+        made = self._finished(row, whole)
         assert made is not None
-        strategy = self._space.decode(
-            made.row,
-            bucket_bytes=whole.bucket_bytes,
-            step_barrier=self._problem.step_barrier,
-            micro_batches=self._space.micro_batches(whole.num_micro),
-            op_rules=made.op_rules,
-            schedule=made.schedule,
-        )
+        strategy = self._space.decode(*made, step_barrier=self._problem.step_barrier)
         plain = without_needless_rules(strategy)
         orders = tuple(dict.fromkeys((order, *self._problem.orders)))
         judged = None
@@ -481,7 +468,7 @@ class Scorer:
             judged = self._found.get((np.asarray(row, np.int32).tobytes(), whole, order))
         return Candidate(strategy=plain, orders=orders, judged=judged)
 
-    def _candidates(self, row: IntArray, whole: StepSettings) -> IntArray:
+    def _candidates(self, row: IntArray, whole: Variation) -> IntArray:
         """Number of every group's decision in the space, in teams of one."""
         blocks = self.pair.observer.cheapest_to_recompute
         blocks = blocks[: round(whole.recompute * self.pair.num_blocks)]

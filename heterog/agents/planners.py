@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from heterog.agents.beginnings import DraftAgent
+from heterog.agents.beginnings import DraftAgent, left_of
 from heterog.agents.op_level import NUM_RETURNED
 from heterog.agents.proposals import (
     MANY_DEVICES,
@@ -120,8 +120,7 @@ def _has_many(problem: Problem) -> bool:
 
 def _is_too_short(needed_s: float, problem: Problem) -> bool:
     """Whether a whole answer takes too long while other methods have plans already."""
-    seconds = problem.budget.seconds
-    return seconds is not None and bool(problem.seeds) and seconds < needed_s
+    return bool(problem.seeds) and problem.budget.limit_s < needed_s
 
 
 def answer_limit_s(num_devices: int) -> float:
@@ -156,14 +155,6 @@ NewLead = Callable[[], Lead | None]
 """Function that makes the lead of a search; ``None`` for random moves."""
 
 
-def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
-    reason = (
-        f"a policy's answer takes about {needed_s:.1f} s, of the {problem.budget.seconds:.1f} s "
-        "that it has; a larger budget lets it answer"
-    )
-    return PlanResult(candidates=(), num_evaluations=0, reason=reason)
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -196,6 +187,23 @@ class _AsksPolicy(Planner):
         self, policy: "str | Policy" = DEFAULT_POLICY, *, lead: NewLead = shipped_lead
     ) -> None:
         self.policy, self._lead = policy, lead
+
+    def _refusal(self, problem: Problem) -> PlanResult | None:
+        """The result if a whole answer takes longer than there is time."""
+        if not _is_too_short(needed_s := self.whole_s(problem), problem):
+            return None
+        reason = (
+            f"a policy's answer takes about {needed_s:.1f} s, of the "
+            f"{problem.budget.limit_s:.1f} s that it has; a larger budget lets it answer"
+        )
+        return PlanResult(candidates=(), num_evaluations=0, reason=reason)
+
+    def _drafted(self, problem: Problem, left: Budget, spent_s: float = 0.0) -> PlanResult:
+        """The best drafts and seeds, finished by moves; none if too little budget is left."""
+        budget = drafts_budget(left, problem.evaluator.cluster.num_devices, spent_s)
+        if budget.most_evaluations < LEAST_FOR_DRAFTS or budget.limit_s < LEAST_DRAFTS_S:
+            return _NO_DRAFTS
+        return DraftAgent(lead=self._lead()).plan(replace(problem, budget=budget))
 
     @as_torch_starts
     def prepare(self, evaluator: Evaluator) -> None:
@@ -247,22 +255,20 @@ class Agent(_AsksPolicy):
         """Propose once; most of the budget is left over."""
         if problem.evaluator.cluster.num_devices > MOST_DEVICES:
             return _TOO_MANY
-        if _is_too_short(needed_s := self.whole_s(problem), problem):
-            return _not_begun(needed_s, problem)
+        if (refusal := self._refusal(problem)) is not None:
+            return refusal
         spending = problem.spend()
         proposals = problem.resumed(lambda asked: _make(self.policy, asked, self._num_samples))
         asked = replace(problem, budget=problem.budget.part(_rows_part(problem)))
         found = _more(proposals, self.policy, asked, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
         drafted: PlanResult | None = problem.memory.get(_DRAFTED)
-        left = _left(problem.budget, found.num_evaluations, spending.seconds)
+        left = left_of(problem.budget, found.num_evaluations, spending.seconds)
         # Drafts take about as long again; beside other methods they wait until there is time.
         has_time = not _is_too_short(answer_s(problem.evaluator), replace(problem, budget=left))
         if self._drafts and has_time and drafted is None:
             spent_s = 0.0 if problem.seeds else spending.seconds
-            budget = drafts_budget(left, problem.evaluator.cluster.num_devices, spent_s)
-            asked = replace(problem, budget=budget, seeds=found.candidates)
-            drafted = _drafted(asked, self._lead)
+            drafted = self._drafted(replace(problem, seeds=found.candidates), left, spent_s)
             problem.memory[_DRAFTED] = replace(drafted, num_evaluations=0)
         drafted = drafted or _NO_DRAFTS
         return PlanResult(
@@ -297,8 +303,8 @@ class AgentSearch(_AsksPolicy):
 
         if _has_many(problem) or problem.memory.get(_HAS_ASKED):
             return LocalSearch(self._lead()).plan(problem)
-        if _is_too_short(needed_s := self.whole_s(problem), problem):
-            return _not_begun(needed_s, problem)
+        if (refusal := self._refusal(problem)) is not None:
+            return refusal
         spending = problem.spend()
         # Half of a budget in seconds is left for the search, however long the policy takes.
         whole = 1.0 if problem.budget.seconds is None else 0.5
@@ -307,9 +313,8 @@ class AgentSearch(_AsksPolicy):
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
         if not problem.seeds and not problem.has_only_places:
-            rest = _left(problem.budget, found.num_evaluations, spending.seconds)
-            budget = drafts_budget(rest.part(0.5), problem.evaluator.cluster.num_devices)
-            drafted = _drafted(replace(problem, budget=budget), self._lead)
+            rest = left_of(problem.budget, found.num_evaluations, spending.seconds)
+            drafted = self._drafted(problem, rest.part(0.5))
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
@@ -320,7 +325,7 @@ class AgentSearch(_AsksPolicy):
             replace(candidate, orders=(problem.first_order,)) for candidate in found.candidates
         )
         num_evaluations = found.num_evaluations + drafted.num_evaluations
-        rest = _left(problem.budget, num_evaluations, spending.seconds)
+        rest = left_of(problem.budget, num_evaluations, spending.seconds)
         searched = LocalSearch(self._lead()).plan(
             replace(
                 problem,
@@ -350,24 +355,6 @@ def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 def _rows_part(problem: Problem, whole: float = 1.0) -> float:
     """Part of the budget for draws: where there are only places, moves decide these better."""
     return ROWS_PART if problem.has_only_places else whole
-
-
-def _drafted(problem: Problem, lead: NewLead) -> PlanResult:
-    """The best drafts and seeds, finished by moves; none if too little budget is left."""
-    evaluations = problem.budget.evaluations
-    if evaluations is not None and evaluations < LEAST_FOR_DRAFTS:
-        return _NO_DRAFTS
-    if problem.budget.seconds is not None and problem.budget.seconds < LEAST_DRAFTS_S:
-        return _NO_DRAFTS
-    return DraftAgent(lead=lead()).plan(problem)
-
-
-def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:
-    """The rest of a budget, at least a little."""
-    if budget.evaluations is not None:
-        return Budget(evaluations=max(budget.evaluations - evaluations, 1))
-    assert budget.seconds is not None
-    return Budget(seconds=max(budget.seconds - seconds, 1e-3))
 
 
 def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:

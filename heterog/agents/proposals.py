@@ -17,7 +17,7 @@ from heterog.agents.finishing import (
     Finish,
     Scheduled,
 )
-from heterog.agents.op_level import NUM_RESCORED, NUM_RETURNED, Scored, Scorer, StepSettings
+from heterog.agents.op_level import NUM_RESCORED, NUM_RETURNED, Scored, Scorer, Variation
 from heterog.agents.stages import of_each_length
 from heterog.lowering.program import IntArray
 from heterog.methods.planner import Candidate, Problem, Spending
@@ -115,9 +115,8 @@ class Proposals:
 
         num_samples = self._num_samples
         has_many = problem.evaluator.cluster.num_devices > MANY_DEVICES
-        seconds = problem.budget.seconds
-        if seconds is not None and not self._times:
-            has_many |= num_samples > FEW_SAMPLES and answer_s(problem.evaluator) > seconds
+        if num_samples > FEW_SAMPLES and not self._times:
+            has_many |= answer_s(problem.evaluator) > problem.budget.limit_s
         if has_many:
             num_samples = min(num_samples, FEW_SAMPLES)
         if problem.budget.evaluations is not None:
@@ -206,15 +205,13 @@ def _score(scorer: "Scorer", ways: "Sequence[Way]") -> None:
     plain, *pipelined = ways
     found = plain.found
     order = sorted(range(len(found)), key=lambda n: found[n].preference)
-    others: list[list[tuple[IntArray, StepSettings]]] = []
+    others: list[list[tuple[IntArray, Variation]]] = []
     if plain.is_tight:  # sorted by seconds alone: rows that do not fit may fit if they recompute
         loosely = sorted(order, key=lambda n: found[n].step_time_s)
-        others.append(
-            [(plain.rows[n], StepSettings(recompute=1.0)) for n in loosely[:NUM_RESCORED]]
-        )
+        others.append([(plain.rows[n], Variation(recompute=1.0)) for n in loosely[:NUM_RESCORED]])
         order = [n for n in order if found[n].overflow <= HOPELESS] or order[:1]
     for way in pipelined:
-        whole = StepSettings(num_micro=way.pair.num_micro)
+        whole = Variation(num_micro=way.pair.num_micro)
         split = replace(whole, finish=Finish(schedule=Scheduled.SPLIT))
         drawn, made = (
             sorted(rows, key=lambda row: way.pair.score(row).preference)

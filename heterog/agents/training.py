@@ -329,11 +329,10 @@ class Trainer:
 
     def _is_spent(self, begin: float) -> bool:
         budget = self._budget
-        if budget is None:
-            return False
-        if budget.seconds is not None:
-            return time.perf_counter() - begin >= budget.seconds
-        return self.num_evaluations >= (budget.evaluations or 0)
+        return budget is not None and (
+            time.perf_counter() - begin >= budget.limit_s
+            or self.num_evaluations >= budget.most_evaluations
+        )
 
     def _log(self, terms: Mapping[str, float], begin: float) -> None:
         """Log the results of a step."""

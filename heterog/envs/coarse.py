@@ -10,7 +10,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.envs.merging import CoarseTables, merge_tables, sums
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering.choice import Choice
+from heterog.lowering.choice import Choice, Encoder
 from heterog.lowering.program import FloatArray
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import make_tape
@@ -45,6 +45,7 @@ class CoarseEvaluator(Evaluator):
         self.fine_block = merged.tables.op_group[merged.run_of]
         plain = self.rules.of(0)
         plain.tables = self.tables
+        plain.encoder = Encoder(self.tables, self.channels)
         plain.has_rule = np.zeros(len(self.tables.op_id), np.bool_)
         self.prices = _CoarsePrices(self, merged)
         self._tape = make_tape(4096, len(self.tables.parameter_bytes), cluster.num_devices)

@@ -28,7 +28,7 @@ from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.space import StrategySpace
+from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.pricing.cost_model import CostModel
@@ -283,9 +283,10 @@ class Pair:
             evaluator, space = self._fine if self._is_judged else (self.evaluator, self.space)
             choice = space.encode(
                 self.groups(row) if self._is_judged else row,
-                bucket_bytes=DEFAULT_BUCKET_BYTES,
-                num_steps=1,
-                micro_batches=space.micro_batches(self.num_micro),
+                StepSettings(
+                    DEFAULT_BUCKET_BYTES, micro_batches=space.micro_batches(self.num_micro)
+                ),
+                step_barrier=True,
             )
             evaluation = evaluator.evaluate(choice, order_of(self.num_micro))
             over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0

@@ -59,6 +59,9 @@ from heterog.lowering.tape import make_scratch as make_scratch
 from heterog.lowering.walk import lower_kernel as lower_kernel
 from heterog.strategy.strategy import Strategy
 
+UNROLLED_STEPS = 8
+"""Steps unrolled to measure a step without barrier: T_8 / 8 (a difference of two unrolled times
+can be gamed by a search; the mean cannot)."""
 GROWTH = 4
 """Factor by which a tape that was too short grows: memory that is not written costs nothing."""
 
@@ -78,7 +81,13 @@ def lower(
         StrategyError: the strategy is illegal or was made for something else.
     """
     strategy.check(graph, cluster)
-    return _lower(graph, cluster, strategy, num_steps or (1 if strategy.step_barrier else 8))
+    num_steps = num_steps or steps_to_unroll(strategy.step_barrier)
+    return _lower(graph, cluster, strategy, num_steps)
+
+
+def steps_to_unroll(step_barrier: bool) -> int:
+    """Number of steps that are simulated: one with a step barrier, 8 without."""
+    return 1 if step_barrier else UNROLLED_STEPS
 
 
 def lower_resized(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Program:

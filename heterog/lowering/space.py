@@ -7,6 +7,7 @@ takes microseconds, because everything about a candidate is looked up.
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,27 +15,60 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
 from heterog.grouped import grouped
-from heterog.lowering import Choice, DistinctDecisions, Encoder
+from heterog.lowering import Choice, DistinctDecisions, Encoder, steps_to_unroll
 from heterog.lowering.channels import ChannelTable, balanced_slices
+from heterog.lowering.choice import MicroBatches
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.lowering.tables import GraphTables
 from heterog.memo import kept
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.sync import Sharded
 
-MicroBatches = tuple[tuple[int, ...], ...]
-"""Samples per micro-batch of each device, as in ``Strategy``; empty to run in one go."""
 MAX_DEVICE_SETS = 256
 _MOST_HOSTS_NAMED = 64
 _MOST_SINGLES = 64
 """Above these numbers, hosts and single devices are listed only while there is room."""
 _FEW_HOSTS = 6
-_MOST_ENCODERS = 64
 _CANDIDATES = tuple(sync for sync in Sync if sync.sharded <= Sharded.STATE)
 """Synchronisations to try by default. ZeRO-1 saves memory and is seldom slower than all-reduce;
 the other stages communicate more, and methods may add them (``poplar``)."""
+
+
+class StepSettings(NamedTuple):
+    """Settings of the whole step, which a row leaves open.
+
+    Attributes:
+        bucket_bytes: See ``Strategy``.
+        first_bucket_bytes: See ``Strategy``.
+        micro_batches: See ``Strategy``; none to run in one go.
+        schedule: See ``Strategy``.
+        rule_set: Number of the op rules and blocks in the evaluator; 0 for none.
+    """
+
+    bucket_bytes: int = 0
+    first_bucket_bytes: int = 0
+    micro_batches: MicroBatches = ()
+    schedule: PipelineSchedule = AS_IT_COMES
+    rule_set: int = 0
+
+
+class RuledTables(Protocol):
+    """Op rules and blocks, with a graph's tables under them and their encoder."""
+
+    op_rules: OpRules
+    blocks: tuple[int, ...]
+    tables: GraphTables
+    encoder: Encoder
+
+
+class NumberedRules(Protocol):
+    """Tables of a graph by the number of its op rules and blocks; 0 is none."""
+
+    def of(self, number: int, /) -> RuledTables:
+        """The tables under the rules with a number."""
+        ...
 
 
 def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -123,7 +157,7 @@ class StrategySpace:
     Args:
         graph: The training step.
         cluster: Devices and links.
-        tables: Tables of the graph.
+        rules: The evaluator's rule sets.
         channels: The evaluator's channel table; candidates register their channels there.
         speeds: Samples per second of each device, for proportional shares.
         decisions: Candidates at the start; by default those on all device sets worth trying.
@@ -133,7 +167,7 @@ class StrategySpace:
         self,
         graph: OpGraph,
         cluster: Cluster,
-        tables: GraphTables,
+        rules: NumberedRules,
         channels: ChannelTable,
         speeds: tuple[float, ...],
         decisions: Sequence[Decision] | None = None,
@@ -141,12 +175,11 @@ class StrategySpace:
         self.graph = graph
         self.cluster = cluster
         self.speeds = speeds
-        self._tables = tables
+        self._rules, self._tables = rules, rules.of(0).tables
         self._channels = channels
         self.candidates: list[Decision] = []
         self._numbers: dict[Decision, int] = {}
-        self._no_homes = np.full(len(tables.parameter_bytes), REPLICATED, np.int32)
-        self._encoders: dict[int, tuple[GraphTables, Encoder]] = {}
+        self._no_homes = np.full(len(self._tables.parameter_bytes), REPLICATED, np.int32)
         if decisions is None:
             decisions = [d for devices in device_sets(cluster) for d in self.decisions_on(devices)]
         for decision in decisions:
@@ -192,50 +225,29 @@ class StrategySpace:
         sizes = split_evenly(self.graph.batch_size, num_micro)
         return micro_batch_table(sizes, self.cluster.num_devices)
 
-    def encode(
-        self,
-        row: IntArray,
-        *,
-        bucket_bytes: int,
-        num_steps: int,
-        micro_batches: MicroBatches = (),
-        tables: GraphTables | None = None,
-        schedule: PipelineSchedule = AS_IT_COMES,
-    ) -> Choice:
+    def encode(self, row: IntArray, settings: StepSettings, *, step_barrier: bool) -> Choice:
         """Encode a row as the kernel's arrays.
 
         Args:
             row: Candidate number of each group.  # [num_groups]
-            bucket_bytes: See ``Strategy``.
-            num_steps: Number of unrolled steps.
-            micro_batches: See ``Strategy``; by default the step runs in one go.
-            tables: Tables of the graph with op rules and blocks; the caller sets the choice's
-                ``rule_set``.
-            schedule: See ``Strategy``.
+            settings: Settings of the whole step.
+            step_barrier: See ``Strategy``.
         """
-        tables = tables or self._tables
+        rules = self._rules.of(settings.rule_set)
         # Convert only the few candidates in use, because a search adds thousands.
         numbers = sorted(set(row.tolist()))
         decisions = [self.candidates[number] for number in numbers]
         decided = DistinctDecisions(decisions, np.searchsorted(numbers, row).astype(np.int32))
-        return self._encoder(tables).encode(
+        choice = rules.encoder.encode(
             decided,
-            micro_batches=micro_batches,
-            schedule=schedule,
-            home=self._homes_of(decided, tables),
-            bucket_bytes=bucket_bytes,
-            num_steps=num_steps,
+            micro_batches=settings.micro_batches,
+            schedule=settings.schedule,
+            home=self._homes_of(decided, rules.tables),
+            bucket_bytes=settings.bucket_bytes,
+            num_steps=steps_to_unroll(step_barrier),
         )
-
-    def _encoder(self, tables: GraphTables) -> Encoder:
-        """The encoder for some tables; few encoders are kept."""
-        known = self._encoders.get(id(tables))
-        if known is None:
-            if len(self._encoders) > _MOST_ENCODERS:
-                self._encoders.clear()
-            # The tables are kept as well, so that no other object gets their id.
-            known = self._encoders[id(tables)] = tables, Encoder(tables, self._channels)
-        return known[1]
+        first_bytes = float(settings.first_bucket_bytes or settings.bucket_bytes)
+        return choice._replace(rule_set=settings.rule_set, first_bucket_bytes=first_bytes)
 
     def _homes_of(self, decided: DistinctDecisions, tables: GraphTables) -> IntArray:
         """Homes of the parameters: served ones are balanced over their own group's devices.
@@ -260,33 +272,24 @@ class StrategySpace:
     def _balanced(self, devices: tuple[int, ...]) -> IntArray:
         return balanced_homes(self._tables.parameter_bytes, devices)
 
-    def decode(
-        self,
-        row: IntArray,
-        *,
-        bucket_bytes: int,
-        step_barrier: bool,
-        micro_batches: MicroBatches = (),
-        op_rules: OpRules = (),
-        schedule: PipelineSchedule = AS_IT_COMES,
-        blocks: tuple[int, ...] = (),
-    ) -> Strategy:
-        """Decode a row to its strategy."""
-        tables = graph_tables(self.graph, op_rules)
+    def decode(self, row: IntArray, settings: StepSettings, *, step_barrier: bool) -> Strategy:
+        """Decode a row to its strategy; arguments as in ``encode``."""
+        rules = self._rules.of(settings.rule_set)
         numbers, of_group = np.unique(row, return_inverse=True)
         decisions = [self.candidates[number] for number in numbers.tolist()]
-        homes = self._homes_of(DistinctDecisions(decisions, of_group.astype(np.int32)), tables)
+        decided = DistinctDecisions(decisions, of_group.astype(np.int32))
         return Strategy(
             graph=self.graph.fingerprint,
             cluster=self.cluster.fingerprint(),
             decisions=tuple(self.candidates[number] for number in row),
-            homes=tuple(int(home) for home in homes),
-            micro_batches=micro_batches,
-            bucket_bytes=bucket_bytes,
+            homes=tuple(int(home) for home in self._homes_of(decided, rules.tables)),
+            micro_batches=settings.micro_batches,
+            bucket_bytes=settings.bucket_bytes,
+            first_bucket_bytes=settings.first_bucket_bytes,
             step_barrier=step_barrier,
-            op_rules=op_rules,
-            schedule=schedule,
-            blocks=blocks,
+            op_rules=rules.op_rules,
+            schedule=settings.schedule,
+            blocks=rules.blocks,
         )
 
     def row_of(self, strategy: Strategy) -> IntArray:

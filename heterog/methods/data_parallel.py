@@ -93,7 +93,7 @@ def replicated(
     return Decision(devices=devices, shares=shares, sync=sync, slices=slices)
 
 
-def starts_of(
+def shares_to_try(
     batch: int, speeds: Sequence[float], devices: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
     """Shares of some devices: in proportion to speed, and even."""
@@ -368,7 +368,7 @@ class _Enumeration(Trials):
         found = [
             Replicas(devices, shares)
             for devices in class_sets(cluster)
-            for shares in starts_of(batch, speeds, devices)
+            for shares in shares_to_try(batch, speeds, devices)
         ]
         return sorted(found, key=roughly_s)
 

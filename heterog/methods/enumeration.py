@@ -4,14 +4,12 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from heterog.graph.placement import OpRules
 from heterog.lowering.program import IntArray
-from heterog.lowering.space import MicroBatches
+from heterog.lowering.space import StepSettings
 from heterog.methods.planner import Point, PointSearch, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import UNROLLED_STEPS, Outcome
-from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
+from heterog.simulator.evaluator import Outcome
 from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 6
@@ -24,20 +22,12 @@ class Meaning(NamedTuple):
     Attributes:
         row: The decision of every group.  # [num_groups]
         order: The order that the point is simulated in.
-        bucket_bytes: Bytes of a bucket of gradients; 0 for one bucket per parameter.
-        micro_batches: Micro-batches of each device; none for whole batches.
-        schedule: Order in which devices work through the micro-batches.
-        op_rules: Rules of ops that do not follow the batch.
-        blocks: First groups of the blocks that recompute as one; a block's groups are alike.
+        settings: Settings of the whole step.
     """
 
     row: IntArray
     order: Order
-    bucket_bytes: int = 0
-    micro_batches: MicroBatches = ()
-    schedule: PipelineSchedule = AS_IT_COMES
-    op_rules: OpRules = ()
-    blocks: tuple[int, ...] = ()
+    settings: StepSettings
 
 
 class Enumeration(PointSearch[Point]):
@@ -48,7 +38,6 @@ class Enumeration(PointSearch[Point]):
 
     Attributes:
         num_groups: Number of groups, each of which has one decision.
-        num_steps: Number of training steps that are simulated.
         speeds: Speed of each device.
         space: Space of the decisions that rows refer to.
         fault: Why the last point that cannot run was skipped; empty if there was none.
@@ -62,7 +51,6 @@ class Enumeration(PointSearch[Point]):
         super().__init__(problem)
         evaluator = problem.evaluator
         self.num_groups = evaluator.tables.num_groups
-        self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
         self.speeds = evaluator.speeds
         self.space = evaluator.space()
         self.fault = ""
@@ -91,23 +79,16 @@ class Enumeration(PointSearch[Point]):
             points: Points in the order in which they are tried.
             until: Part of the budget that may be spent when this ends.
         """
-        evaluator = self.evaluator
         for point in points:
             if self.found and (self.spending.is_over or self.spending.fraction >= until):
                 return
             if point in self.found or not self.is_possible(point):
                 continue
             meant = self.meaning(point)
-            number = evaluator.rules.number(meant.op_rules, meant.blocks)
             choice = self.space.encode(
-                meant.row,
-                bucket_bytes=meant.bucket_bytes,
-                num_steps=self.num_steps,
-                micro_batches=meant.micro_batches,
-                tables=evaluator.rules.of(number).tables,
-                schedule=meant.schedule,
+                meant.row, meant.settings, step_barrier=self.problem.step_barrier
             )
-            evaluation = evaluator.evaluate(choice._replace(rule_set=number), meant.order)
+            evaluation = self.evaluator.evaluate(choice, meant.order)
             if evaluation.outcome == Outcome.CANNOT_RUN:
                 self.fault = evaluation.shortage
             else:
@@ -117,12 +98,6 @@ class Enumeration(PointSearch[Point]):
         """See ``PointSearch``."""
         meant = self.meaning(point)
         strategy = self.space.decode(
-            meant.row,
-            bucket_bytes=meant.bucket_bytes,
-            step_barrier=self.problem.step_barrier,
-            micro_batches=meant.micro_batches,
-            op_rules=meant.op_rules,
-            schedule=meant.schedule,
-            blocks=meant.blocks,
+            meant.row, meant.settings, step_barrier=self.problem.step_barrier
         )
         return without_needless_rules(strategy)

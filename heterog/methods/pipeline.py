@@ -19,6 +19,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import FloatArray
+from heterog.lowering.space import StepSettings
 from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
@@ -31,8 +32,7 @@ from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, t
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layouts.stages import layer_blocks, num_returns, stage_of_group
-from heterog.strategy.schedules import AS_IT_COMES, caps_of_stages
+from heterog.strategy.layouts.stages import Caps, capped, layer_blocks, stage_of_group
 from heterog.strategy.strategy import Decision, Keeps, Sync
 
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
@@ -43,7 +43,6 @@ _NUM_REFINED = 4  # best points that are refined
 # is better spent on the best sequences than on all of them.
 _UNTIL_SORTED = 0.2
 _UNTIL_WIDENED, _UNTIL_TEAMS, _UNTIL_REFINED = 0.4, 0.6, 0.85
-_MOST_CAPS = 2  # see ``_Point``
 _MOST_HOSTS = 5  # most machines for which every sequence is tried
 _MANY_HOSTS = 16  # with more machines, only some numbers of blocks are tried
 _MOST_KINDS = 4  # on larger clusters, most kinds of machines for which every subset is tried
@@ -58,7 +57,7 @@ class _Point:
     cuts: tuple[int, ...]  # first group of each stage but the first
     num_micro: int
     order: Order
-    caps: int = 0  # 0: none; 1: those of 1F1B; 2: twice as many but for the last stage, less one
+    caps: Caps = Caps.NONE
     splits_backward: bool = False
     teams: tuple[int, ...] = ()  # most devices of a team in each stage; empty: no teams
     recomputing: int = 0  # stages from the first one that recompute
@@ -179,8 +178,7 @@ class _Enumeration(Enumeration[_Point]):
         self.kinds = kinds_worth_trying(evaluator.graph)
         refused = micro_batches_refused(evaluator.graph, 2)
         self.most_micro = 1 if refused else evaluator.graph.batch_size
-        groups = evaluator.tables.op_group
-        self.num_ops = np.bincount(groups[groups >= 0], minlength=self.num_groups)
+        self.num_ops = evaluator.group_num_ops
 
     def search(self) -> None:
         """Try balanced cuts of all sequences, other settings of the best, then cuts nearby."""
@@ -331,7 +329,7 @@ class _Enumeration(Enumeration[_Point]):
 
     def _scheduled(self, start: _Point) -> Iterator[_Point]:
         """The point with caps, and with weight gradients whenever a device would wait."""
-        for caps, splits in product(range(_MOST_CAPS + 1), (False, True)):
+        for caps, splits in product(Caps, (False, True)):
             yield replace(start, caps=caps, splits_backward=splits)
 
     def _ordered(self, start: _Point) -> Iterator[_Point]:
@@ -379,11 +377,13 @@ class _Enumeration(Enumeration[_Point]):
         num_stages, graph = len(start.stages), self.problem.evaluator.graph
         most = graph.batch_size // max(len(devices) for devices in start.stages)
         smallest = replace(
-            start, caps=1, num_micro=min(max(start.num_micro, most), self.most_micro)
+            start,
+            caps=Caps.ONE_F_ONE_B,
+            num_micro=min(max(start.num_micro, most), self.most_micro),
         )
         for slices_updates in (True, False) if graph.updates_elementwise else (False,):
             for recomputing in dict.fromkeys((num_stages, (num_stages + 1) // 2)):
-                for each in dict.fromkeys((smallest, replace(start, caps=1))):
+                for each in dict.fromkeys((smallest, replace(start, caps=Caps.ONE_F_ONE_B))):
                     yield replace(each, recomputing=recomputing, slices_updates=slices_updates)
 
     @kept
@@ -451,25 +451,23 @@ class _Enumeration(Enumeration[_Point]):
         bounds = (0, *point.cuts, self.num_groups)
         for stage, (first, last) in enumerate(pairwise(bounds)):
             row[first:last] = self.space.add(self._decision(point, stage))
-        capped = AS_IT_COMES
-        if point.caps and point.num_micro > 1:
-            capped = caps_of_stages(
-                point.stages,
-                self.cluster.num_devices,
-                hidden=point.caps - 1,
-                returns=num_returns(
-                    self.problem.evaluator.graph, stage_of_group(point.cuts, self.num_groups)
-                ),
-            )
         blocks = tuple(sorted({*self.blocks_of_layers, *point.cuts}))
-        return Meaning(
-            row,
-            point.order,
+        settings = StepSettings(
             micro_batches=self.space.micro_batches(point.num_micro),
-            schedule=replace(capped, splits_backward=point.splits_backward),
-            op_rules=self.rules.op_rules if point.teams and self.rules is not None else (),
-            blocks=blocks if point.recomputing else (),
+            schedule=capped(
+                self.evaluator.graph,
+                point.stages,
+                stage_of_group(point.cuts, self.num_groups),
+                point.caps if point.num_micro > 1 else Caps.NONE,
+                self.cluster.num_devices,
+                splits_backward=point.splits_backward,
+            ),
+            rule_set=self.evaluator.rules.number(
+                self.rules.op_rules if point.teams and self.rules is not None else (),
+                blocks if point.recomputing else (),
+            ),
         )
+        return Meaning(row, point.order, settings)
 
     def _decision(self, point: _Point, stage: int) -> Decision:
         """The decision of the groups of a stage."""

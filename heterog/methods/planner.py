@@ -1,7 +1,6 @@
 """The protocol of planners, their budgets and results.
 
-``PointSearch`` is the base class of searches over points of some space, ``Searching`` that of
-methods which are such a search.
+``PointSearch`` is the base class of searches over points, ``Searching`` of methods that are one.
 """
 
 import math
@@ -24,17 +23,13 @@ from heterog.strategy.strategy import Decision, Strategy
 
 _BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-
 _ROUNDING = 1e-6
 """Rounding error of shares: 30 x (1/3 + 1/10) is 12.99... but means 13 evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limit of a search: seconds, or evaluations (then the result is reproducible).
-
-    Exactly one of the two is given.
+    """Limit of a search: either seconds or evaluations (then the result is reproducible).
 
     Attributes:
         seconds: Wall-clock seconds, if the budget is one of time.
@@ -63,12 +58,21 @@ class Budget:
     def __str__(self) -> str:
         return f"{self.seconds:g}s" if self.evaluations is None else f"{self.evaluations}e"
 
+    @property
+    def limit_s(self) -> float:
+        """Its seconds; infinite for a budget of evaluations."""
+        return math.inf if self.seconds is None else self.seconds
+
+    @property
+    def most_evaluations(self) -> float:
+        """Its evaluations; infinite for a budget of time."""
+        return math.inf if self.evaluations is None else self.evaluations
+
     def part(self, share: float) -> "Budget":
         """A part of the budget, at least one evaluation."""
         if self.evaluations is not None:
             return Budget(evaluations=max(int(self.evaluations * share + _ROUNDING), 1))
-        assert self.seconds is not None
-        return Budget(seconds=self.seconds * share)
+        return Budget(seconds=self.limit_s * share)
 
     @staticmethod
     def parse(text: str) -> "Budget":
@@ -100,8 +104,7 @@ class Stop:
     """Switch that asks all searches to return their best so far; Ctrl-C sets it.
 
     Args:
-        is_asked: Function that returns whether a stop is requested elsewhere, such as by another
-            process.
+        is_asked: Function that returns whether a stop is requested elsewhere (another process).
     """
 
     def __init__(self, is_asked: Callable[[], bool] = lambda: False) -> None:
@@ -174,16 +177,13 @@ class Spending:
     @property
     def is_cut(self) -> bool:
         """Whether time is up, or the search was asked to stop."""
-        limit_s = self._budget.seconds
-        return self._stop.is_requested or (limit_s is not None and self.seconds >= limit_s)
+        return self._stop.is_requested or self.seconds >= self._budget.limit_s
 
     @property
     def fraction(self) -> float:
         """Part of the budget that is spent: from 0, and above 1 if it is overspent."""
-        if self._budget.evaluations is not None:
-            return self.evaluations / self._budget.evaluations
-        assert self._budget.seconds is not None
-        return self.seconds / self._budget.seconds
+        budget = self._budget
+        return max(self.evaluations / budget.most_evaluations, self.seconds / budget.limit_s)
 
     def is_past(self, part: float) -> bool:
         """Whether the time is over, or a part of a budget of seconds is spent."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heterog.lowering.space import StepSettings
 from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.planner import Problem, Searching
 from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
@@ -74,7 +75,7 @@ class _Enumeration(Enumeration[_Point]):
         """See ``Enumeration``."""
         row = np.full(self.num_groups, point.second, np.int32)
         row[: point.cut] = point.first
-        return Meaning(row, point.order, point.bucket_bytes)
+        return Meaning(row, point.order, StepSettings(point.bucket_bytes))
 
 
 class TwoSegment(Searching):

@@ -76,7 +76,7 @@ class Allotment:
     ) -> None:
         self.clock = clock
         self._started_s = started_s
-        self._budget_s = budget.seconds or math.inf
+        self._budget_s = budget.limit_s
         self._begin_s = clock()
         self._is_explained = is_explained
         self._with_changes = with_changes

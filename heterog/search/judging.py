@@ -269,7 +269,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
     with replace(problem, budget=whole).spend().limits():
         result = _planned(planner, problem)
     searched_s = spending.seconds if result.search_seconds is None else result.search_seconds
-    is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (problem.budget.seconds or math.inf)
+    is_cut = spending.seconds >= (1.0 - JUDGED_PART) * problem.budget.limit_s
     try:
         judged = _judged(planner, problem, result, spending)
     except StrategyError as error:

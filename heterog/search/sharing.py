@@ -195,7 +195,9 @@ class Shares:
         spending = problem.spend()
         if planner.name != GIVEN:  # a person's own layout always gets it
             # More seconds are for more evaluations, not for longer ones.
-            longest = part if planner.answers_whole else min(given, part, key=_seconds)
+            longest = (
+                part if planner.answers_whole else min(given, part, key=lambda each: each.limit_s)
+            )
             self._asked.evaluator.most_tasks = self._most_tasks(longest)
         try:
             row = run_method(planner, problem)
@@ -225,9 +227,7 @@ class Shares:
 
     def _most_tasks(self, part: Budget) -> float:
         """Most tasks of a program that is simulated, so that no evaluation uses up a part."""
-        if self._asked.budget.seconds is None or part.seconds is None:
-            return math.inf
-        most = min(_TASKS_PER_S * self._asked.budget.seconds, _OWN_TASKS_PER_S * part.seconds)
+        most = min(_TASKS_PER_S * self._asked.budget.limit_s, _OWN_TASKS_PER_S * part.limit_s)
         return max(most, _LEAST_TASKS)
 
     def _keep(self, contender: Contender, part: Budget, ran: Ran) -> None:
@@ -367,10 +367,6 @@ class SharesTogether(Shares):
             for (planner, part), each in zip(parts[number], ran or [], strict=False):
                 contender = self._seats[number].get(planner.name, Contender(planner=planner))
                 self._keep(contender, part, each)
-
-
-def _seconds(budget: Budget) -> float:
-    return math.inf if budget.seconds is None else budget.seconds
 
 
 def _best_s(rows: Iterable[MethodRow]) -> float:

@@ -16,8 +16,8 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase, UpdateScope
-from heterog.lowering import Choice, encode, resident_bytes
-from heterog.lowering.program import FloatArray
+from heterog.lowering import Choice, encode, resident_bytes, steps_to_unroll
+from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.space import StrategySpace
 from heterog.lowering.tables import saved_values
 from heterog.lowering.tape import mark_channels
@@ -165,9 +165,6 @@ class Feasibility:
         return ""
 
 
-UNROLLED_STEPS = 8
-"""Steps unrolled to measure a step without barrier: T_8 / 8 (a difference of two unrolled times
-can be gamed by a search; the mean cannot)."""
 _SERVED = 16
 
 OVERFULL = 2.0
@@ -214,6 +211,13 @@ class Evaluator(Runner):
         return tuple(by_type[index] for index in cluster.type_index)
 
     @cached_property
+    def group_num_ops(self) -> IntArray:
+        """Number of compute ops of each group, whatever rules they have.  # [num_groups]"""
+        groups = self.tables.op_group
+        counts = np.bincount(groups[groups >= 0], minlength=self.tables.num_groups)
+        return counts.astype(np.int32)
+
+    @cached_property
     def group_state_bytes(self) -> FloatArray:
         """Bytes of each group's parameters, gradients and optimizer state.  # [num_groups]"""
         tables = self.tables
@@ -241,7 +245,7 @@ class Evaluator(Runner):
     def space(self, candidates: Sequence[Decision] | None = None) -> StrategySpace:
         """The strategies that give every group one candidate decision; see ``StrategySpace``."""
         return StrategySpace(
-            self.graph, self.cluster, self.tables, self.channels, self.speeds, candidates
+            self.graph, self.cluster, self.rules, self.channels, self.speeds, candidates
         )
 
     def interval(self, step_time_s: float, strategy: Strategy | None = None) -> Interval:
@@ -293,7 +297,7 @@ class Evaluator(Runner):
     def encode(self, strategy: Strategy) -> Choice:
         """Check a strategy and encode it as flat arrays."""
         strategy.check(self.graph, self.cluster)
-        steps = 1 if strategy.step_barrier else UNROLLED_STEPS
+        steps = steps_to_unroll(strategy.step_barrier)
         number = self.rules.number(strategy.op_rules, strategy.blocks)
         rules = self.rules.of(number)
         choice = encode(
@@ -403,15 +407,15 @@ class Evaluator(Runner):
         many channels. Other communication is not counted.
         """
         tables = self.tables_of(choice)
-        num_ops = np.bincount(tables.op_group[tables.op_group >= 0], minlength=tables.num_groups)
         has_work = (choice.shares[: len(choice.member)] > 0).sum((1, 2))
         if choice.rule_set:  # members of a team run ops with rules on samples of other members
             has_work = choice.member.astype(np.bool_).sum(1) * choice.num_micro
-        division = choice.division[: len(num_ops)]
+        division = choice.division[: tables.num_groups]
         num_members = choice.member.astype(np.bool_).sum(1)[division]
         members = num_members[tables.parameter_group]
         num_updates = (members * np.where(choice.home >= 0, _SERVED, 1)).sum()
-        return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
+        num_runs = (self.group_num_ops * has_work[division]).sum()
+        return int(num_runs + num_updates) * choice.num_steps
 
     def _begun(
         self, choice: Choice, orders: Sequence[Order], *, is_refused: bool = False

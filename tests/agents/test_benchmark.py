@@ -41,6 +41,7 @@ from heterog.errors import HeterogError, InputFileError
 from heterog.files import wait_for_file
 from heterog.graph.op_graph import Phase
 from heterog.graph.serialize import save_graph
+from heterog.lowering.space import StepSettings
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
@@ -210,7 +211,7 @@ def test_a_chain_of_tiled_products_takes_its_bound_when_each_device_owns_a_tile(
     graph, cluster = pairs_of("placement")[0].load(None)
     evaluator = Evaluator(graph, cluster)
     space = evaluator.space([Decision(devices=(d,), shares=(1,)) for d in range(4)])
-    strategy = space.decode(np.array(place), bucket_bytes=1, step_barrier=True)
+    strategy = space.decode(np.array(place), StepSettings(1), step_barrier=True)
     found = evaluator.referee(strategy, Order.FIFO)
     assert found.step_time_s == pytest.approx(1200.07e-6, rel=1e-4)
 
@@ -263,7 +264,7 @@ def test_sailor_counts_compute_sends_and_a_ring_one_after_another() -> None:
 
     def judged(*row: int) -> float | None:
         numbers = np.array(row)
-        return sailor_s(evaluator, space.decode(numbers, bucket_bytes=1, step_barrier=True))
+        return sailor_s(evaluator, space.decode(numbers, StepSettings(1), step_barrier=True))
 
     updates = evaluator.cost_model.op_seconds(graph, kind, batch)[is_update].sum()
     sizes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)

@@ -10,7 +10,7 @@ import pytest
 import heterog.agents.planners  # noqa: F401  registers the methods
 from heterog.agents.elites import find_elites
 from heterog.agents.finishing import Finish, Scheduled, moved_cuts
-from heterog.agents.op_level import Scorer, StepSettings
+from heterog.agents.op_level import Scorer, Variation
 from heterog.agents.planners import default_methods
 from heterog.agents.policy import draw, rule_of_thumb
 from heterog.agents.stages import balanced, estimated_s, kind_of, sequences_near
@@ -190,7 +190,7 @@ def test_refining_moves_a_cut_to_where_the_referee_wants_it() -> None:
     evaluator = Evaluator(pair.graph, pair.cluster)
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=400), orders=(Order.FIFO,))
     numbers = np.array(numbers_of(pair, (0, 1), (2,)), np.int32)
-    whole = StepSettings(num_micro=4, finish=Finish(schedule=Scheduled.SPLIT))
+    whole = Variation(num_micro=4, finish=Finish(schedule=Scheduled.SPLIT))
 
     def cut_at(block: int) -> IntArray:
         return pair.groups(np.repeat(numbers, (block, pair.num_blocks - block)))
@@ -255,7 +255,7 @@ def scored(
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=99), orders=(Order.FIFO,))
     scorer = Scorer(problem, pair, 0)
     row = balanced(pair, numbers_of(pair, *sets), 0.5)
-    score = scorer.score(row, StepSettings(num_micro=4, finish=finish))
+    score = scorer.score(row, Variation(num_micro=4, finish=finish))
     (found, candidate), _ = scorer.candidates()[0]
     assert found == score
     candidate.strategy.check(pair.graph, pair.cluster)

@@ -6,7 +6,7 @@ import pytest
 from heterog.envs.merging import merge_tables
 from heterog.envs.pair import Pair
 from heterog.graph.grouping import cut_blocks
-from heterog.lowering.space import StrategySpace
+from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.lowering.tables import graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -32,7 +32,7 @@ def both() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     pair = language_pair()
     fine = Evaluator(pair.graph, pair.cluster)
     space = StrategySpace(
-        pair.graph, pair.cluster, fine.tables, fine.channels, pair.space.speeds, pair.table
+        pair.graph, pair.cluster, fine.rules, fine.channels, pair.space.speeds, pair.table
     )
     seconds, peaks = [], []
     for row in random_rows(150):
@@ -40,7 +40,7 @@ def both() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
             (fine, space, pair.groups(row)),
             (pair.evaluator, pair.space, row),
         ):
-            choice = encoder.encode(each, bucket_bytes=DEFAULT_BUCKET_BYTES, num_steps=1)
+            choice = encoder.encode(each, StepSettings(DEFAULT_BUCKET_BYTES), step_barrier=True)
             second, peak = evaluator.simulate(choice, Order.RANK)
             seconds.append(second)
             peaks.append(peak.max())
@@ -73,11 +73,11 @@ def test_one_device_takes_exactly_as_long() -> None:
     pair = language_pair()
     fine = Evaluator(pair.graph, pair.cluster)
     space = StrategySpace(
-        pair.graph, pair.cluster, fine.tables, fine.channels, pair.space.speeds, pair.table
+        pair.graph, pair.cluster, fine.rules, fine.channels, pair.space.speeds, pair.table
     )
     for candidate in range(pair.cluster.num_devices):
         row = np.full(pair.num_blocks, candidate, np.int32)
-        choice = space.encode(pair.groups(row), bucket_bytes=0, num_steps=1)
+        choice = space.encode(pair.groups(row), StepSettings(), step_barrier=True)
         exact = fine.evaluate(choice, Order.RANK).step_time_s
         assert pair.score(row).step_time_s == pytest.approx(exact, rel=1e-9)
 
@@ -88,13 +88,12 @@ def test_micro_batches_of_different_sizes_all_take_time() -> None:
     num_micro = 5  # of ten samples and of nine
     row = np.zeros(pair.num_blocks, np.int32)
     space = StrategySpace(
-        pair.graph, pair.cluster, fine.tables, fine.channels, pair.space.speeds, pair.table
+        pair.graph, pair.cluster, fine.rules, fine.channels, pair.space.speeds, pair.table
     )
     choice = space.encode(
         pair.groups(row),
-        bucket_bytes=0,
-        num_steps=1,
-        micro_batches=space.micro_batches(num_micro),
+        StepSettings(micro_batches=space.micro_batches(num_micro)),
+        step_barrier=True,
     )
     assert len(np.unique(choice.shares[0, :, 0])) > 1
     exact = fine.evaluate(choice, Order.RANK).step_time_s

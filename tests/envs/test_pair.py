@@ -16,6 +16,7 @@ from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import CUT_WEIGHTS, MARGIN, Pair, RunningMemory, RunningStages, Score
 from heterog.envs.reward import MISFIT, reward_of
 from heterog.envs.toy import toy_cluster
+from heterog.lowering.space import StepSettings
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.lower_bound import floor_s
@@ -125,7 +126,7 @@ def test_running_memory_is_near_the_simulated_peak(make: Callable[[], Pair]) -> 
     for block in range(pair.num_blocks):
         memory.add(rows[:, block].tolist())
     for row, used in zip(rows, memory.used, strict=True):
-        choice = pair.space.encode(row.astype(np.int32), bucket_bytes=0, num_steps=1)
+        choice = pair.space.encode(row.astype(np.int32), StepSettings(), step_barrier=True)
         evaluation = pair.evaluator.evaluate(choice, Order.RANK)
         peak = max(evaluation.peak_memory_bytes / pair.memory.usable_bytes)
         assert used.max() * MARGIN == pytest.approx(peak, rel=0.15)
@@ -191,7 +192,7 @@ def test_what_a_row_takes_at_least_is_known_without_a_simulation() -> None:
     pair, rng = language_pair(), np.random.default_rng(0)
     for row in rng.integers(pair.num_candidates, size=(20, pair.num_blocks)):
         row = row.astype(np.int32)
-        choice = pair.space.encode(row, bucket_bytes=DEFAULT_BUCKET_BYTES, num_steps=1)
+        choice = pair.space.encode(row, StepSettings(DEFAULT_BUCKET_BYTES), step_barrier=True)
         least = floor_s(pair.evaluator.prices, choice)
         assert 0.0 < least <= pair.score(row).step_time_s * (1 + 1e-9)
 

@@ -44,18 +44,7 @@ def check_point(moves: Neighbours, state: State) -> None:
     # As a search hands it over: what rules no longer shard has a home where it is served.
     without_needless_rules(strategy).check(evaluator.graph, evaluator.cluster)
     careful = evaluator.evaluate(strategy, Order.RANK)  # checks it
-    number = moves.rules.rule_set(state.rules, state.blocks)
-    assert number is not None
-    choice = moves.space.encode(
-        state.row,
-        bucket_bytes=state.bucket_bytes,
-        num_steps=1,
-        micro_batches=state.micro_batches,
-        schedule=state.schedule,
-        tables=evaluator.rules.of(number).tables,
-    )
-    first_bytes = float(state.first_bucket_bytes or state.bucket_bytes)
-    choice = choice._replace(rule_set=number, first_bucket_bytes=first_bytes)
+    choice = moves.space.encode(state.row, moves.settings(state), step_barrier=True)
     assert evaluator.evaluate(choice, Order.RANK) == careful
 
 

@@ -24,6 +24,7 @@ from heterog.methods.teams import (
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.stages import Caps
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import GRAPH
@@ -114,7 +115,9 @@ def test_a_pipeline_of_teams_means_what_was_simulated() -> None:
     middle = search.num_groups // 2
     for point in (
         _Point(((0, 1, 2, 3), (4, 5)), (middle,), 4, Order.FIFO, teams=(4, 1)),
-        _Point(((4, 5), (0, 1, 2, 3)), (middle,), 2, Order.FIFO, teams=(2, 2), caps=1),
+        _Point(
+            ((4, 5), (0, 1, 2, 3)), (middle,), 2, Order.FIFO, teams=(2, 2), caps=Caps.ONE_F_ONE_B
+        ),
         _Point(((0, 1, 2, 3), (4, 5)), (middle,), 4, Order.FIFO, teams=(2, 2), recomputing=1),
         _Point(((0, 1, 2, 3), (4, 5)), (middle,), 4, Order.FIFO, slices_updates=True),
     ):

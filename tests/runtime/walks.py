@@ -53,13 +53,4 @@ def start(moves: Neighbours, strategy: Strategy) -> State:
 
 
 def decoded(moves: Neighbours, state: State) -> Strategy:
-    strategy = moves.space.decode(
-        state.row,
-        bucket_bytes=state.bucket_bytes,
-        step_barrier=True,
-        micro_batches=state.micro_batches,
-        op_rules=moves.rules.op_rules(state.rules),
-        schedule=state.schedule,
-        blocks=state.blocks,
-    )
-    return replace(strategy, first_bucket_bytes=state.first_bucket_bytes)
+    return moves.space.decode(state.row, moves.settings(state), step_barrier=True)

@@ -27,7 +27,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.lowering.program import FloatArray
-from heterog.lowering.space import balanced_homes, device_sets
+from heterog.lowering.space import StepSettings, balanced_homes, device_sets
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.model_parallel import balanced_chain
@@ -400,14 +400,14 @@ def test_space_rows_round_trip() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         row = rng.integers(len(space.candidates), size=group_ops(graph()).num_groups)
-        strategy = space.decode(row.astype(np.int32), bucket_bytes=0, step_barrier=True)
+        strategy = space.decode(row.astype(np.int32), StepSettings(), step_barrier=True)
         strategy.check(graph(), own.cluster)
         again = space.row_of(strategy)
         assert again is not None
         assert (again == row).all()
         # The quick encoding means the same as the careful one.
         quick = own.evaluate(
-            space.encode(row.astype(np.int32), bucket_bytes=0, num_steps=1), Order.RANK
+            space.encode(row.astype(np.int32), StepSettings(), step_barrier=True), Order.RANK
         )
         assert quick == own.evaluate(strategy, Order.RANK)
 

@@ -10,6 +10,7 @@ from torch import nn
 from heterog import Workload, capture
 from heterog.cluster import Cluster
 from heterog.envs.coarse import CoarseEvaluator
+from heterog.lowering.space import StepSettings
 from heterog.lowering.sparse_tables import distinct
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.simulator.compile_kernels import smallest_graph
@@ -47,13 +48,11 @@ def test_what_an_evaluator_remembers_changes_nothing() -> None:
     for number in range(12):
         row = rng.integers(pair.num_candidates, size=pair.num_blocks).astype(np.int32)
         row[number:] = row[0]
-        of_row: dict[str, Any] = {
-            "bucket_bytes": 2**20, "num_steps": 1,
-            "micro_batches": space.micro_batches(1 + number % 3),
-        }  # fmt: skip
-        found = evaluator.evaluate(space.encode(row, **of_row), Order.FIFO)
+        settings = StepSettings(2**20, micro_batches=space.micro_batches(1 + number % 3))
+        choice = space.encode(row, settings, step_barrier=True)
+        found = evaluator.evaluate(choice, Order.FIFO)
         fresh = CoarseEvaluator(pair.graph, pair.cluster)
-        alone = fresh.space(pair.table).encode(row, **of_row)
+        alone = fresh.space(pair.table).encode(row, settings, step_barrier=True)
         assert fresh.evaluate(alone, Order.FIFO) == found
 
 

@@ -14,7 +14,7 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import P, R, S
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
-from heterog.lowering.space import StrategySpace
+from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
@@ -387,13 +387,13 @@ def test_recomputation_never_makes_a_device_alone_faster(seed: int) -> None:
 def test_a_space_knows_it() -> None:
     graph = layers(2)
     evaluator = Evaluator(graph, TWO)
-    space = StrategySpace(graph, TWO, evaluator.tables, evaluator.channels, (1.0, 1.0))
+    space = StrategySpace(graph, TWO, evaluator.rules, evaluator.channels, (1.0, 1.0))
     both = Decision(devices=(0, 1), shares=(1000, 24))
     strategy = strategy_of(graph, TWO, [both, replace(both, recompute=True), both])
     row = space.row_of(strategy)
     assert row is not None
-    assert space.decode(row, bucket_bytes=0, step_barrier=True) == strategy
-    choice = space.encode(row, bucket_bytes=0, num_steps=1)
+    assert space.decode(row, StepSettings(), step_barrier=True) == strategy
+    choice = space.encode(row, StepSettings(), step_barrier=True)
     assert choice.recompute.tolist() == [False, True, False]
     assert evaluator.program(choice).hash == lower(graph, TWO, strategy).hash
 

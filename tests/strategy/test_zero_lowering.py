@@ -227,7 +227,7 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused(optimizer: str
         graph, THREE
     )
     evaluator = Evaluator(graph, THREE)
-    space = StrategySpace(graph, THREE, evaluator.tables, evaluator.channels, (1.0, 1.0, 1.0))
+    space = StrategySpace(graph, THREE, evaluator.rules, evaluator.channels, (1.0, 1.0, 1.0))
     assert Sync.ZERO1 not in {candidate.sync for candidate in space.candidates}
 
 

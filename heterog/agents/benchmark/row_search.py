@@ -22,6 +22,7 @@ import numpy as np
 from heterog.envs.pair import Pair
 from heterog.errors import HeterogError
 from heterog.lowering.program import FloatArray
+from heterog.lowering.space import StepSettings
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem, TimeUp
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -97,7 +98,7 @@ class Rows(PointSearch[Row]):
         """See ``PointSearch``."""
         return self._space.decode(
             self.pair.groups(point),
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            StepSettings(DEFAULT_BUCKET_BYTES),
             step_barrier=self.problem.step_barrier,
         )
 

@@ -17,7 +17,7 @@ from itertools import product
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.placement import OpRules
 from heterog.grouped import grouped
-from heterog.methods.data_parallel import replicated, starts_of, uniform_strategy
+from heterog.methods.data_parallel import replicated, shares_to_try, uniform_strategy
 from heterog.methods.hap.a_star import Search, SpmdProgram
 from heterog.methods.hap.programs import (
     COLLECTIVES,
@@ -155,7 +155,7 @@ class Synthesis:
 
     def starts(self, devices: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shares to begin with: in proportion to speed, and even."""
-        return starts_of(self.evaluator.graph.batch_size, self._speeds, devices)
+        return shares_to_try(self.evaluator.graph.batch_size, self._speeds, devices)
 
     def data_parallel(self, devices: tuple[int, ...]) -> Placed:
         """Data parallelism at the first shares."""
@@ -237,7 +237,7 @@ class _Ranking(StrategySearch):
         self._note = "out of time before it had any program but data parallelism"
         # Data parallelism comes first, so that even a short search has a result.
         batch, speeds = self.evaluator.graph.batch_size, self.evaluator.speeds
-        self.add(whole, starts_of(batch, speeds, whole)[0])
+        self.add(whole, shares_to_try(batch, speeds, whole)[0])
         try:
             synthesis = Synthesis(self.evaluator, self.spending.check)
         except TooWideError as error:

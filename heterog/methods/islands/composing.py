@@ -33,8 +33,8 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
-from heterog.strategy.layouts.stages import num_returns, shared_across_stages
-from heterog.strategy.schedules import PipelineSchedule, caps_of_stages
+from heterog.strategy.layouts.stages import Caps, capped, shared_across_stages
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import Strategy
 
 MOST_KINDS = 4
@@ -546,19 +546,14 @@ def strategy_of(
     strategy = strategy_of_pipelines(graph, cluster, pipelines, manner)
     if point.in_a_v or not (point.splits_backward or strategy.num_micro_batches > 1):
         return strategy
-    hidden = int(point.hides_messages)
-    caps = [
-        caps_of_stages(
-            pipeline.ranks,
-            cluster.num_devices,
-            hidden=hidden,
-            returns=num_returns(graph, pipeline.stages),
-        ).in_flight
-        for pipeline in pipelines
+    caps = Caps.HIDING if point.hides_messages else Caps.ONE_F_ONE_B
+    parts = [
+        capped(graph, each.ranks, each.stages, caps, cluster.num_devices).in_flight
+        for each in pipelines
     ]
     # Each device is in one pipeline, which alone sets its caps.
     in_flight = tuple(
-        next((each for each in of_device if each), ()) for of_device in zip(*caps, strict=True)
+        next((each for each in of_device if each), ()) for of_device in zip(*parts, strict=True)
     )
     schedule = PipelineSchedule(in_flight=in_flight, splits_backward=point.splits_backward)
     return replace(strategy, schedule=schedule)

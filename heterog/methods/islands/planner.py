@@ -182,8 +182,7 @@ class CompositionSearch(PointSearch[Composition]):
         """Whether enough of the budget went to estimates, which a count does not include."""
         until = UNTIL_ESTIMATED if not self.num_ranked else UNTIL_ESTIMATED_LATER
         until = until if self.least_s < OVERFLOWS else UNTIL_PLAIN
-        evaluations = self.problem.budget.evaluations
-        most = np.inf if evaluations is None else ESTIMATES_OF_ONE * evaluations
+        most = ESTIMATES_OF_ONE * self.problem.budget.most_evaluations
         return self.spending.fraction >= until or len(self.estimates) >= most
 
     def _structures(self) -> list[Structure]:

@@ -22,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.graph.grouping import alike_groups, block_starts
+from heterog.lowering.choice import MicroBatches
 from heterog.lowering.program import IntArray
-from heterog.lowering.space import MicroBatches, StrategySpace
+from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.memo import kept
 from heterog.methods.local_search.group_rules import GroupRules, Place, RuleRow
 from heterog.methods.planner import Problem
@@ -266,6 +267,18 @@ class Neighbours:
             micro_batches = self.space.micro_batches(len(micro_batches[0]))
         made = state._replace(row=row, micro_batches=micro_batches, rules=rules, blocks=blocks)
         return made._replace(schedule=self._fitted(made, state.schedule))
+
+    def settings(self, state: State) -> StepSettings:
+        """The settings of the whole step in a state, whose rules are legal."""
+        rule_set = self.rules.rule_set(state.rules, state.blocks)
+        assert rule_set is not None, "moves refuse rules that exclude each other"
+        return StepSettings(
+            state.bucket_bytes,
+            state.first_bucket_bytes,
+            state.micro_batches,
+            state.schedule,
+            rule_set,
+        )
 
     def completed(self, state: State) -> State:
         """A state whose rules of teams are in some groups only, completed to all groups."""

@@ -26,8 +26,8 @@ from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.layouts.stages import layer_blocks, num_returns
-from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages
+from heterog.strategy.layouts.stages import Caps, capped, layer_blocks, stage_of_group
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import Decision, Keeps, Sync
 
 _MICRO = (1, 2, 4, 8, 16, 32)
@@ -58,9 +58,8 @@ class PlanMoves:
         self._evaluator = evaluator = neighbours.problem.evaluator
         self._cluster, self._graph = evaluator.cluster, evaluator.graph
         self._num_groups = neighbours.num_groups
-        tables, kinds = evaluator.tables, range(len(evaluator.cluster.device_types))
-        real = tables.op_group >= 0
-        self._num_ops = np.bincount(tables.op_group[real], minlength=self._num_groups)
+        kinds = range(len(evaluator.cluster.device_types))
+        self._num_ops = evaluator.group_num_ops
         self._seconds: FloatArray = np.stack([
             evaluator.prices.seconds_of_groups(kind, self._graph.batch_size)[1] + 1e-9
             for kind in kinds
@@ -198,21 +197,18 @@ class PlanMoves:
         return tuple(sorted({*self._blocks, *starts}))
 
     def _schedule(self, stages: Sequence[Devices], row: IntArray, micro: int) -> PipelineSchedule:
-        schedule = AS_IT_COMES
         used = [device for devices in stages for device in devices]
+        caps = Caps.NONE
         if micro > 1 and len(stages) > 1 and len(set(used)) == len(used):
-            caps = int(self.rng.integers(3))
-            if caps:
-                stage_of_group = np.cumsum(np.diff(row, prepend=row[:1]) != 0)
-                schedule = caps_of_stages(
-                    stages,
-                    self._cluster.num_devices,
-                    hidden=caps - 1,
-                    returns=num_returns(self._graph, stage_of_group.tolist()),
-                )
-        if len(stages) > 1 and self.rng.random() < 0.3:
-            schedule = replace(schedule, splits_backward=True)
-        return schedule
+            caps = Caps(int(self.rng.integers(len(Caps))))
+        return capped(
+            self._graph,
+            stages,
+            stage_of_group(self._near.edges(row), self._num_groups),
+            caps,
+            self._cluster.num_devices,
+            splits_backward=len(stages) > 1 and self.rng.random() < 0.3,
+        )
 
     def _balanced(self, numbers: Sequence[int]) -> Sequence[int]:
         """First group of each stage, each with at least one."""

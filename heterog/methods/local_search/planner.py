@@ -30,7 +30,7 @@ from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.methods.repair import repair
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome, given_up
+from heterog.simulator.evaluator import Evaluation, Outcome, given_up
 from heterog.simulator.lower_bound import floor_s
 from heterog.simulator.place_facts import PlaceFacts
 from heterog.strategy.schedules import AS_IT_COMES
@@ -188,7 +188,6 @@ class Search:
         self.speeds = problem.evaluator.speeds
         self.space = problem.evaluator.space()
         self.num_groups = problem.evaluator.tables.num_groups
-        self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
         self.rules = GroupRules(problem.evaluator)
         self.neighbours = Neighbours(problem, self.space, self.rules, self.rng)
         self.moves: Moves = self.neighbours if lead is None else lead(self)
@@ -236,15 +235,8 @@ class Search:
 
     def _strategy(self, state: State) -> Strategy:
         strategy = self.space.decode(
-            state.row,
-            bucket_bytes=state.bucket_bytes,
-            step_barrier=self.problem.step_barrier,
-            micro_batches=state.micro_batches,
-            op_rules=self.rules.op_rules(state.rules),
-            schedule=state.schedule,
-            blocks=state.blocks,
+            state.row, self.neighbours.settings(state), step_barrier=self.problem.step_barrier
         )
-        strategy = replace(strategy, first_bucket_bytes=state.first_bucket_bytes)
         return without_needless_rules(strategy)
 
     def _search(self) -> None:
@@ -444,7 +436,9 @@ class Search:
         self._simulated = None
         if any(changes.are_in(state) for changes in self._refused):
             return _refused(state.order)
-        choice = self._choice(state)
+        choice = self.space.encode(
+            state.row, self.neighbours.settings(state), step_barrier=self.problem.step_barrier
+        )
         if limit_s < math.inf:
             least_s = floor_s(self.evaluator.prices, choice)
             if least_s > limit_s:
@@ -481,20 +475,6 @@ class Search:
             self._ask(self.evaluator.evaluate, state, math.inf)
         facts = self.evaluator.facts()
         return None if self._simulated is None or facts is None else (self._simulated[1], facts)
-
-    def _choice(self, state: State) -> Choice:
-        rule_set = self.rules.rule_set(state.rules, state.blocks)
-        assert rule_set is not None, "moves refuse rules that exclude each other"
-        choice = self.space.encode(
-            state.row,
-            bucket_bytes=state.bucket_bytes,
-            num_steps=self.num_steps,
-            micro_batches=state.micro_batches,
-            tables=self.evaluator.rules.of(rule_set).tables,
-            schedule=state.schedule,
-        )
-        first_bytes = float(state.first_bucket_bytes or state.bucket_bytes)
-        return choice._replace(rule_set=rule_set, first_bucket_bytes=first_bytes)
 
     # --- annealing -------------------------------------------------------------------------------
 

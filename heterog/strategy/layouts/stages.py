@@ -10,13 +10,17 @@ run.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
+
+import numpy as np
 
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.names import first_of, shown
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import Layout, LayoutError
+from heterog.strategy.schedules import PipelineSchedule, caps_of_stages
 
 NO_LAYER = -1
 
@@ -215,7 +219,8 @@ def stage_of_group(cuts: Sequence[int], num_groups: int) -> list[int]:
     >>> stage_of_group([1, 3], 4)
     [0, 1, 1, 2]
     """
-    return [bisect_right(cuts, group) for group in range(num_groups)]
+    stages: list[int] = np.searchsorted(cuts, np.arange(num_groups), side="right").tolist()
+    return stages
 
 
 def num_returns(graph: OpGraph, stages: Sequence[int]) -> int:
@@ -230,6 +235,41 @@ def num_returns(graph: OpGraph, stages: Sequence[int]) -> int:
         stages: Stage of each group.  # [num_groups]
     """
     return 2 if shared_across_stages(graph, stages) else 0
+
+
+class Caps(IntEnum):
+    """Caps on the micro-batches in flight of a pipeline; see ``caps_of_stages``."""
+
+    NONE = 0
+    ONE_F_ONE_B = 1
+    HIDING = 2
+    """About twice as many, so that messages as long as a stage's work are hidden."""
+
+
+def capped(
+    graph: OpGraph,
+    devices: Sequence[tuple[int, ...]],
+    stages: Sequence[int],
+    caps: Caps,
+    num_devices: int,
+    *,
+    splits_backward: bool = False,
+) -> PipelineSchedule:
+    """Make the schedule of a pipeline with some caps.
+
+    Args:
+        graph: One training step.
+        devices: Devices of each stage; with caps each device is in one of them.
+        stages: Stage of each group.  # [num_groups]
+        caps: The caps.
+        num_devices: Number of devices of the cluster.
+        splits_backward: See ``PipelineSchedule``.
+    """
+    in_flight: tuple[tuple[int, ...], ...] = ()
+    if caps:
+        returns, hidden = num_returns(graph, stages), caps - Caps.ONE_F_ONE_B
+        in_flight = caps_of_stages(devices, num_devices, hidden=hidden, returns=returns).in_flight
+    return PipelineSchedule(in_flight=in_flight, splits_backward=splits_backward)
 
 
 @lru_cache(maxsize=16)
