@@ -19,7 +19,7 @@ from math import gcd, prod
 import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.graph.batch_plan import micro_batches_refused
+from heterog.graph.batch_plan import batch_plan, micro_batches_refused
 from heterog.graph.op_graph import Phase
 from heterog.grouped import grouped
 from heterog.memo import kept
@@ -264,14 +264,14 @@ class _Grid(PointSearch[_Point]):
             T = max(C (1 + B), M (1 + B), C / 2 + S)
 
         B is the bubble of the best schedule. C is the time in which the slowest device computes
-        all micro-batches, divided by stages and team members, plus the sums inside teams.
+        all micro-batches, divided by stages, plus the sums inside teams.
         """
         layout, cluster = point.layout, self.cluster
         types = {cluster.type_index[device] for device in point.devices}
         is_alone = len(point.devices) == 1
         rows = [self.evaluator.prices.row(kind, is_alone=is_alone) for kind in types]
-        of_micro_s = max(self._compute_seconds(row, layout.micro_batch) for row in rows)
-        compute_s = point.num_micro * of_micro_s / (layout.tp * layout.pp)
+        of_micro_s = max(self._compute_seconds(row, layout.micro_batch, layout.tp) for row in rows)
+        compute_s = point.num_micro * of_micro_s / layout.pp
         compute_s += self._team_seconds(point)
         sums_s = self._gradient_seconds(point) if layout.dp > 1 else 0.0
         with_bubble = 1.0 + self._least_bubble(point)
@@ -312,10 +312,21 @@ class _Grid(PointSearch[_Point]):
         return max(busy_s.values(), default=0.0)
 
     @kept
-    def _compute_seconds(self, row: int, samples: int) -> float:
-        """Seconds of the whole model for some samples by a row of ``PriceTable.models``."""
+    def _compute_seconds(self, row: int, samples: int, members: int) -> float:
+        """Seconds of the whole model for some samples on a team of equal members.
+
+        Ops of a team have equal parts of the work, but not of what a kernel takes at least.
+
+        Args:
+            row: Row of ``PriceTable.models``.
+            samples: Samples at once.
+            members: Number of devices of the team.
+        """
         device_type, model = self.evaluator.prices.models[row]
         seconds = model.op_seconds(self.graph, device_type, samples)
+        if members > 1:
+            work = (each / members for each in batch_plan(self.graph).work(samples))
+            seconds = model.work_seconds(self.graph, device_type, *work)
         return float(seconds[self._computing].sum())
 
     def _gradient_seconds(self, point: _Point) -> float:
@@ -362,8 +373,11 @@ def _in_manner(
 
 
 def least_bubble(bubble: float, *, in_a_v: bool) -> float:
-    """Bubble of the best schedule, given that of 1F1B and whether there can be chunks in a V."""
-    return bubble / BUBBLE_OF_1F1B_OVER_V if in_a_v else bubble
+    """Bubble of the best schedule, given that of 1F1B and whether there can be chunks in a V.
+
+    These fill it only with two micro-batches or more for each stage: (p - 1) / 2 p < 1 / 2.
+    """
+    return bubble / BUBBLE_OF_1F1B_OVER_V if in_a_v and bubble < 0.5 else bubble
 
 
 def _can_be_in_chunks(layout: Layout, num_layers: int) -> bool:

@@ -1,5 +1,6 @@
 """The grid of uniform layouts: it contains what a person would write, and its best is the best."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -139,9 +140,16 @@ def test_the_estimate_adds_up_what_is_known_by_hand() -> None:
     assert grid._team_seconds(team) == pytest.approx(8 * grid.num_layers * sums)
     assert grid._team_seconds(point(dp=4)) == 0.0
 
+    # Kernels so short that issuing them takes all the time take as long in a team as alone.
+    kernels_s = [grid._compute_seconds(0, 1, members) for members in (1, 2)]
+    assert kernels_s[1] > 0.95 * kernels_s[0]
+    kernels_s = [grid._compute_seconds(0, 1 << 20, members) for members in (1, 2)]
+    assert kernels_s[1] == pytest.approx(kernels_s[0] / 2, rel=0.05)
+
     pipeline = point(pp=2, dp=2)
     assert grid.num_layers % 4 == 0
     assert grid._least_bubble(pipeline) == pytest.approx(1 / pipeline.num_micro / 6)
+    assert grid._least_bubble(replace(pipeline, num_micro=2)) == 1 / 2  # too few to fill it
 
 
 def test_a_part_behind_slow_links_does_not_beat_its_whole() -> None:
