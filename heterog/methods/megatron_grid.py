@@ -3,22 +3,23 @@
 Layouts are those that Megatron-LM and FSDP offer: equal replicas, stages with equal numbers of
 layers, even shares. The enumeration has every tp x pp x dp that fills the machines, every
 micro-batch that divides a share, ZeRO (also with one sliced copy on each host), recomputation,
-sequence and expert parallelism, and schedules. On mixed clusters, the faster kinds of machines
-alone are tried, too. A *shape* is a division with a micro-batch, a *manner* the rest of a layout.
-Shapes are tried in the order of an estimate, each in the first manner that fits into memory, from
-the fastest to the leanest; after every few shapes, the manner of the best one is varied. A search
-that is cut short returns the best so far.
+sequence and expert parallelism, and schedules. The faster kinds of machines alone and fewer
+machines are tried, too. A *shape* is a division with a micro-batch, a *manner* the rest of a
+layout. Shapes are tried in the order of an estimate, each in the first manner that fits into
+memory, from the fastest to the leanest; after every few shapes, the manner of the best one is
+varied. A search that is cut short returns the best so far.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from math import gcd, prod
 
 import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.graph.batch_plan import micro_batches_refused
+from heterog.graph.batch_plan import batch_plan, micro_batches_refused
 from heterog.graph.op_graph import Phase
 from heterog.grouped import grouped
 from heterog.memo import kept
@@ -31,7 +32,7 @@ from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.experts import expert_weights
 from heterog.strategy.layouts.layout import Dispatch, Layout, Recompute
 from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.layouts.stages import layers_of
+from heterog.strategy.layouts.stages import layers_of, num_returns
 from heterog.strategy.strategy import Strategy
 
 MOST_SHAPES = 48
@@ -41,6 +42,8 @@ VARIED_AFTER = 8
 cut short has tried shapes and manners."""
 NUM_VARIED = 3
 """Number of the best shapes whose manner is varied when all have been tried."""
+FEW_HOSTS = 4
+"""Number of hosts up to which every number of them is tried."""
 BUBBLE_OF_1F1B_OVER_V = 6.0
 """Bubble of 1F1B over that of two chunks in a V with split backward passes (Qi et al. 2023: 9 and
 1.5 units for four stages, if each pass takes one unit)."""
@@ -77,6 +80,7 @@ class _Grid(PointSearch[_Point]):
         shapes = [self.graph.tensors[weight].shape for weight in experts]
         self.num_experts = min((shape[0] for shape in shapes), default=0)
         self.boundary_bytes = boundary_bytes(evaluator.tables, layers_or_groups(self.graph))
+        self.is_ring = num_returns(self.graph, layers_or_groups(self.graph)) > 0
         self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
         self.layouts: dict[_Point, Layout] = {}
         self.varied: set[tuple[object, ...]] = set()
@@ -143,14 +147,13 @@ class _Grid(PointSearch[_Point]):
         return str(self.layouts[point])
 
     def _machines(self) -> Iterator[tuple[int, ...]]:
-        """All machines, then those without the slowest kinds, whole hosts only."""
-        rates = sorted({round(speed, 9) for speed in self.speeds})
-        for least in rates:
-            fast = {d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least}
-            hosts = [self.cluster.host_devices(host) for host in range(self.cluster.num_hosts)]
-            devices = tuple(d for host in hosts if set(host) <= fast for d in host)
-            if devices:
-                yield devices
+        """All machines, those without the slowest kinds, and fewer of these, whole hosts only."""
+        hosts = [self.cluster.host_devices(host) for host in range(self.cluster.num_hosts)]
+        slowest = [round(min(self.speeds[device] for device in host), 9) for host in hosts]
+        for least in sorted(set(slowest)):
+            fast = [host for host, own in zip(hosts, slowest, strict=True) if own >= least]
+            for count in host_counts(len(fast)):
+                yield tuple(device for host in fast[:count] for device in host)
 
     def _shapes(self) -> Iterator[_Point]:
         """Every division of some machines, with every micro-batch that divides a share."""
@@ -261,14 +264,14 @@ class _Grid(PointSearch[_Point]):
             T = max(C (1 + B), M (1 + B), C / 2 + S)
 
         B is the bubble of the best schedule. C is the time in which the slowest device computes
-        all micro-batches, divided by stages and team members, plus the sums inside teams.
+        all micro-batches, divided by stages, plus the sums inside teams.
         """
         layout, cluster = point.layout, self.cluster
         types = {cluster.type_index[device] for device in point.devices}
         is_alone = len(point.devices) == 1
         rows = [self.evaluator.prices.row(kind, is_alone=is_alone) for kind in types]
-        of_micro_s = max(self._compute_seconds(row, layout.micro_batch) for row in rows)
-        compute_s = point.num_micro * of_micro_s / (layout.tp * layout.pp)
+        of_micro_s = max(self._compute_seconds(row, layout.micro_batch, layout.tp) for row in rows)
+        compute_s = point.num_micro * of_micro_s / layout.pp
         compute_s += self._team_seconds(point)
         sums_s = self._gradient_seconds(point) if layout.dp > 1 else 0.0
         with_bubble = 1.0 + self._least_bubble(point)
@@ -290,22 +293,40 @@ class _Grid(PointSearch[_Point]):
         return 8.0 * self.num_layers / layout.pp * (layout.tp - 1) * sent_s
 
     def _message_seconds(self, point: _Point) -> float:
-        """Seconds in which a host sends the activations of its samples to the next stage."""
-        layout, cluster = point.layout, self.cluster
-        size, slowest_s = layout.tp * layout.dp, 0.0
-        whole = self.boundary_bytes * self.graph.batch_size
-        for first in range(0, len(point.devices) - size, size):
-            devices = point.devices[first : first + size]
-            hosts = {cluster.host_of[device] for device in devices}
-            rate = cluster.bottleneck_bytes_per_s(devices[0], point.devices[first + size])
-            slowest_s = max(slowest_s, whole / len(hosts) / rate)
-        return slowest_s
+        """Seconds in which the busiest host or device sends the samples of a step between stages.
+
+        It sends outputs to the next stage and gradients to the one before. With a shared weight,
+        the first stage comes after the last.
+        """
+        layout, host_of = point.layout, self.cluster.host_of
+        size, whole = layout.tp * layout.dp, self.boundary_bytes * self.graph.batch_size
+        starts = [*range(0, len(point.devices), size), *[0] * (layout.pp > 1 and self.is_ring)]
+        busy_s: defaultdict[tuple[bool, int], float] = defaultdict(float)
+        for ends in pairwise(point.devices[start : start + size] for start in starts):
+            leaders = [end[0] for end in ends]
+            rate = self.cluster.bottleneck_bytes_per_s(*leaders)
+            crosses = host_of[leaders[0]] != host_of[leaders[1]]
+            for end, leader in zip(ends, leaders, strict=True):
+                lines = len({host_of[device] for device in end})
+                busy_s[crosses, host_of[leader] if crosses else leader] += whole / lines / rate
+        return max(busy_s.values(), default=0.0)
 
     @kept
-    def _compute_seconds(self, row: int, samples: int) -> float:
-        """Seconds of the whole model for some samples by a row of ``PriceTable.models``."""
+    def _compute_seconds(self, row: int, samples: int, members: int) -> float:
+        """Seconds of the whole model for some samples on a team of equal members.
+
+        Ops of a team have equal parts of the work, but not of what a kernel takes at least.
+
+        Args:
+            row: Row of ``PriceTable.models``.
+            samples: Samples at once.
+            members: Number of devices of the team.
+        """
         device_type, model = self.evaluator.prices.models[row]
         seconds = model.op_seconds(self.graph, device_type, samples)
+        if members > 1:
+            work = (each / members for each in batch_plan(self.graph).work(samples))
+            seconds = model.work_seconds(self.graph, device_type, *work)
         return float(seconds[self._computing].sum())
 
     def _gradient_seconds(self, point: _Point) -> float:
@@ -352,8 +373,11 @@ def _in_manner(
 
 
 def least_bubble(bubble: float, *, in_a_v: bool) -> float:
-    """Bubble of the best schedule, given that of 1F1B and whether there can be chunks in a V."""
-    return bubble / BUBBLE_OF_1F1B_OVER_V if in_a_v else bubble
+    """Bubble of the best schedule, given that of 1F1B and whether there can be chunks in a V.
+
+    These fill it only with two micro-batches or more for each stage: (p - 1) / 2 p < 1 / 2.
+    """
+    return bubble / BUBBLE_OF_1F1B_OVER_V if in_a_v and bubble < 0.5 else bubble
 
 
 def _can_be_in_chunks(layout: Layout, num_layers: int) -> bool:
@@ -432,6 +456,16 @@ def uniform_layouts(
         if not micro_batches_refused(graph, num_micro):
             layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro, layers=layers)
             yield layout, num_micro
+
+
+def host_counts(most: int) -> list[int]:
+    """Numbers of hosts to try: all, half, a quarter, ... of them, and every small number.
+
+    >>> host_counts(12)
+    [12, 6, 4, 3, 2, 1]
+    """
+    halved = {most >> power for power in range(most.bit_length())}
+    return sorted(halved.union(range(1, min(FEW_HOSTS, most) + 1)), reverse=True)
 
 
 def divisors(number: int) -> list[int]:

@@ -22,7 +22,7 @@ from heterog.lowering.space import StrategySpace
 from heterog.lowering.tables import saved_values
 from heterog.lowering.tape import mark_channels
 from heterog.pricing.cost_model import CostModel
-from heterog.pricing.intervals import ONE_HOST, Interval, interval_around, regime_of, regime_spread
+from heterog.pricing.intervals import Interval, interval_around, regime_of, regime_spread
 from heterog.pricing.price_table import RuleSets
 from heterog.simulator.engine import Order
 from heterog.simulator.lower_bound import floor_s
@@ -253,11 +253,19 @@ class Evaluator(Runner):
 
         Args:
             step_time_s: Predicted seconds.
-            strategy: Strategy of this prediction; by default one on one host.
+            strategy: Strategy of this prediction, whose devices count; by default one on one host
+                and all types.
         """
-        regime = ONE_HOST if strategy is None else regime_of(strategy, self.cluster)
-        of_regime = regime_spread(regime)
-        return interval_around(step_time_s, math.hypot(max(self.spreads), of_regime))
+        if strategy is None:
+            return interval_around(step_time_s, max(self.spreads))
+        homes = [home for home in strategy.homes if home != REPLICATED]
+        used = {*homes, *(device for each in strategy.decisions for device in each.devices)}
+        kinds = {self.cluster.type_index[device] for device in used}
+        rows = (self.prices.row(kind, is_alone=len(used) == 1) for kind in kinds)
+        models = (self.prices.models[row] for row in rows)
+        own = max(model.spread(self.graph, device_type) for device_type, model in models)
+        of_regime = regime_spread(regime_of(strategy, self.cluster))
+        return interval_around(step_time_s, math.hypot(own, of_regime))
 
     def warm_up(self) -> None:
         """Load the kernels, compiled once per installation; not counted as an evaluation."""

@@ -83,11 +83,12 @@ def test_a_host_of_unlike_cards_is_a_kind_for_each(monkeypatch: pytest.MonkeyPat
     assert [(kind.hosts, kind.devices) for kind in kinds] == [((0,), ((0, 2),)), ((0,), ((1, 3),))]
     slices = Slices(Evaluator(GRAPH, cluster))
     inside = cluster.hosts[0].intra.bandwidth_bytes_per_s
-    assert slices.hop_bytes_per_s((0, 1), (1, 1), False) == inside
+    pool = Island(0, 1, 1, 1), Island(1, 1, 1, 1)
+    message_s = Estimator(slices)._message_seconds(pool, False)
+    assert message_s == pytest.approx(slices.boundary_bytes / inside)
     # One takes a second for a layer and the other three: eight layers are six and two.
     each = np.ones(slices.num_layers)
     monkeypatch.setattr(slices, "seconds", lambda kind, *_, **__: (1.0 + 2.0 * kind) * each)
-    pool = Island(0, 1, 1, 1), Island(1, 1, 1, 1)
     whole = Composition((pool,), 2, Recompute.NONE, 0, samples=(GRAPH.batch_size,))
     found = Estimator(slices).cut(whole)
     assert found is not None
@@ -117,6 +118,28 @@ def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
     whole = slices.seconds(0, 1, GRAPH.batch_size // 8, Recompute.NONE, False).sum()
     found = estimator.pool_seconds(pool, GRAPH.batch_size, point)
     assert found == pytest.approx((8 + 2 / 3) * whole / 2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "stages", "returns", "in_a_v", "times"),
+    [
+        (2, 2, 0, False, 1),  # outputs one way, gradients the other
+        (3, 3, 0, False, 2),  # the host in the middle sends both
+        (3, 12, 0, False, 2),
+        (8, 8, 0, False, 2),
+        (2, 2, 2, False, 2),  # a shared head: outputs come back
+        (2, 2, 0, True, 2),
+        (4, 1, 0, False, 0),
+    ],
+)
+def test_a_host_between_others_sends_both_ways(
+    hosts: int, stages: int, returns: int, in_a_v: bool, times: int
+) -> None:
+    slices = Slices(Evaluator(GRAPH, cluster_of(*[(1.0, ["T4"] * 4)] * hosts)))
+    slices.num_returns = returns
+    found = Estimator(slices)._message_seconds((Island(0, 1, stages, hosts),), in_a_v)
+    of_nic_s = slices.boundary_bytes / slices.kinds[0].nic_bytes_per_s
+    assert found == pytest.approx(times * of_nic_s)
 
 
 def test_one_device_is_estimated_the_same_in_every_cluster() -> None:

@@ -1,5 +1,6 @@
 """The grid of uniform layouts: it contains what a person would write, and its best is the best."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -129,14 +130,36 @@ def test_the_estimate_adds_up_what_is_known_by_hand() -> None:
     assert own > 0.0
     assert grid._message_seconds(point(dp=4)) == 0.0
     assert grid._message_seconds(point(pp=2, dp=2)) == pytest.approx(own / nic)
+    # Stages of single devices: the second one sends outputs to the third, gradients to the first.
+    inside = own / link.bandwidth_bytes_per_s
+    assert grid._message_seconds(point(pp=4)) == pytest.approx(max(own / nic, 2 * inside))
+    grid.is_ring = True  # a shared head: outputs come back to the first stage
+    assert grid._message_seconds(point(pp=2, dp=2)) == pytest.approx(2 * own / nic)
     team = point(tp=2, dp=2)
     sums = own / 2 / 2 / link.bandwidth_bytes_per_s + team.num_micro * link.latency_s
     assert grid._team_seconds(team) == pytest.approx(8 * grid.num_layers * sums)
     assert grid._team_seconds(point(dp=4)) == 0.0
 
+    # Kernels so short that issuing them takes all the time take as long in a team as alone.
+    kernels_s = [grid._compute_seconds(0, 1, members) for members in (1, 2)]
+    assert kernels_s[1] > 0.95 * kernels_s[0]
+    kernels_s = [grid._compute_seconds(0, 1 << 20, members) for members in (1, 2)]
+    assert kernels_s[1] == pytest.approx(kernels_s[0] / 2, rel=0.05)
+
     pipeline = point(pp=2, dp=2)
     assert grid.num_layers % 4 == 0
     assert grid._least_bubble(pipeline) == pytest.approx(1 / pipeline.num_micro / 6)
+    assert grid._least_bubble(replace(pipeline, num_micro=2)) == 1 / 2  # too few to fill it
+
+
+def test_a_part_behind_slow_links_does_not_beat_its_whole() -> None:
+    whole = cluster_of(*[(0.01, ["V100-16GB"] * 2)] * 3)
+    seconds = []
+    for cluster in (whole, whole.part(range(2)), whole.part(range(4))):
+        search = _Grid(task_of(Evaluator(GRAPH, cluster)))
+        search.answer(search.problem)
+        seconds.append(search.found[search.best(1)[0]].step_time_s)
+    assert seconds[0] <= min(seconds) * (1.0 + 1e-9)
 
 
 def test_a_search_cut_short_has_varied_the_best_shape() -> None:

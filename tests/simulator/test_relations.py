@@ -15,7 +15,7 @@ from heterog.pricing.device_models.model import DeviceModels
 from heterog.search.cheapest import HostSubset
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.strategy import Decision, Strategy
+from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.simulator.builders import (
     by_sheets,
     cluster_of,
@@ -192,3 +192,21 @@ def test_no_step_takes_longer_because_its_device_is_alone(kind: str) -> None:
     beside = DeviceModels().on(cluster_of((10.0, [kind]), (10.0, ["T4"])))
     alone = beside.alone().op_seconds(graph, device_type(kind), 64)
     assert alone.sum() <= beside.op_seconds(graph, device_type(kind), 64).sum()
+
+
+@pytest.mark.parametrize("devices", [(0,), (2,), (0, 1)])
+def test_the_interval_of_a_plan_on_a_part_is_that_of_the_part_alone(
+    devices: tuple[int, ...],
+) -> None:
+    """Idle GPUs add no error, neither that of their type nor that of exchanges."""
+    graph = linear_chain(batch_size=64, width=1024)
+    cluster = cluster_of((10.0, ["A100-40GB", "A100-40GB"]), (10.0, ["T4"]))
+    part = cluster.part(devices)
+    share = 64 // len(devices)
+
+    def interval(on: Cluster, places: Sequence[int]) -> object:
+        shares = (share,) * len(places)
+        decision = Decision(devices=tuple(places), shares=shares, sync=Sync.RING)
+        return Evaluator(graph, on).interval(1.0, strategy_of(graph, on, decision))
+
+    assert interval(cluster, devices) == interval(part, range(len(devices)))

@@ -14,6 +14,7 @@ sums of gradients that several teams have.
 """
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise, product
@@ -26,7 +27,7 @@ from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray
 from heterog.memo import kept
 from heterog.methods.islands.slices import Slices
-from heterog.methods.megatron_grid import MOST_TASKS, has_alike_hosts
+from heterog.methods.megatron_grid import MOST_TASKS, has_alike_hosts, host_counts
 from heterog.methods.model_parallel import stage_starts
 from heterog.methods.teams import host_teams
 from heterog.simulator.evaluator import Evaluator
@@ -41,8 +42,6 @@ MOST_KINDS = 4
 """Most kinds of machines for which every partition into pools is tried."""
 MOST_STAGES = 16
 """Most stages of one kind of machines."""
-FEW_HOSTS = 4
-"""Number of hosts up to which an island is tried on every number of them."""
 OVERFLOWS = 1e6
 """An estimate of so many seconds or more means that the composition does not fit."""
 IDLE = 2.0 / 3.0
@@ -138,19 +137,15 @@ def num_copies(pool: Pool, slices: Slices) -> int:
 
 
 def islands_of(slices: Slices, kind: int) -> list[Island]:
-    """Every division of all, half, a quarter, ... of a kind's hosts into teams and stages.
+    """Every division of the ``host_counts`` of a kind's hosts into teams and stages.
 
-    Few hosts are divided in every number up to ``FEW_HOSTS``.
     Divisions with more teams in a stage than samples come last.
     """
     of_kind, batch = slices.kinds[kind], slices.evaluator.graph.batch_size
     most = min(of_kind.size, slices.most_members)
     sizes = [1 << power for power in range(most.bit_length()) if of_kind.size % (1 << power) == 0]
-    most_hosts = len(of_kind.hosts)
-    halved = {most_hosts >> power for power in range(most_hosts.bit_length())}
-    counts = sorted(halved.union(range(1, min(FEW_HOSTS, most_hosts) + 1)), reverse=True)
     found = []
-    for hosts, members in product(counts, sizes):
+    for hosts, members in product(host_counts(len(of_kind.hosts)), sizes):
         teams = hosts * (of_kind.size // members)
         found += [
             Island(kind, members, stages, hosts)
@@ -237,13 +232,7 @@ class Estimator:
                 parts, firsts, (len(stages) + returns - start for start in starts), strict=False
             )
         )  # fmt: skip
-        # Two neighbours of an island stand for all of its stages, too.
-        ends = [
-            stage
-            for island, stage in zip(pool, firsts, strict=True)
-            for stage in [stage] * min(island.stages, 2)
-        ]
-        messages = self._message_seconds(ends, micro)
+        messages = micro * self._message_seconds(pool, point.in_a_v)
         gradients = self._gradient_seconds(firsts, parts, point, others)
         turn = max(each, messages) if point.hides_messages else each + messages
         seconds = (point.num_micro + IDLE * (len(stages) - 1)) * turn + gradients
@@ -313,7 +302,7 @@ class Estimator:
             each[stage] += seconds[first:end, stage].sum()
             filled[stage] += held[first:end, stage].sum()
             parts[stage] += (end - first) / self.slices.num_layers
-        messages = self._message_seconds(stages, micro)
+        messages = micro * self._message_seconds(pool, point.in_a_v)
         longest = float(each.max())
         longest = max(longest, messages) if point.hides_messages else longest + messages
         gradients = self._gradient_seconds(stages, parts, point, _kinds_beside(pool, point))
@@ -390,20 +379,34 @@ class Estimator:
         in_flight = max(min(most, point.num_micro), 1)
         return whole / members, sliced / members, micro / stage.teams / members * in_flight
 
-    def _message_seconds(self, stages: Sequence[_Stage], micro: float) -> float:
-        """Seconds of the slowest message of a micro-batch between stages, both ways at once.
+    @kept
+    def _message_seconds(self, pool: Pool, in_a_v: bool) -> float:
+        """Seconds in which the busiest link sends a sample's values between stages, both ways.
 
-        An island on several hosts has neighbours on different ones.
+        The NICs of a host send outputs to the next stage and gradients to the one before. With a
+        shared weight, the first stage comes after the last; in a V, a sample comes by twice.
         """
-        rates = (
-            self.slices.hop_bytes_per_s(
-                (first.island.kind, second.island.kind),
-                (first.hosts, second.hosts),
-                first.island == second.island and first.island.hosts == 1,
-            )
-            for first, second in pairwise(stages)
-        )
-        return max((self.slices.boundary_bytes * micro / rate for rate in rates), default=0.0)
+        slices, size, parts = self.slices, self.slices.boundary_bytes, list[tuple[int, float]]()
+        busy_s: defaultdict[object, float] = defaultdict(float)
+        for island in pool:
+            count = min(island.stages, island.hosts)
+            # Three neighbours stand for all: one of them is between two others.
+            parts += [(island.kind, island.hosts / count)] * min(count, 3)
+            if island.stages > count:
+                busy_s["inside"] = size / slices.kinds[island.kind].link_bytes_per_s
+        hops = list(pairwise(range(len(parts)))) * (1 + in_a_v)
+        if slices.num_returns and len(parts) > 1 and not in_a_v:
+            hops.append((len(parts) - 1, 0))
+        for ends in hops:
+            (first, hosts), (second, others) = (parts[end] for end in ends)
+            kind, other = slices.kinds[first], slices.kinds[second]
+            if first != second and kind.hosts == other.hosts:
+                busy_s[ends] += size / (kind.link_bytes_per_s * min(hosts, others))
+                continue
+            busy_s[frozenset((first, second))] += size / slices.between_bytes_per_s(first, second)
+            busy_s[ends[0]] += size / (kind.nic_bytes_per_s * hosts)
+            busy_s[ends[1]] += size / (other.nic_bytes_per_s * others)
+        return max(busy_s.values(), default=0.0)
 
     def _gradient_seconds(
         self,

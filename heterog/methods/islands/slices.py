@@ -153,25 +153,6 @@ class Slices:
         return boundary_bytes(self.evaluator.tables, self.layer_of_group)
 
     @kept
-    def hop_bytes_per_s(
-        self, kinds: tuple[int, int], hosts: tuple[int, int], is_inside: bool
-    ) -> float:
-        """Rate at which values get from the teams of one stage to those of the next.
-
-        If two kinds are in the same hosts, each team sends to a team on its own host.
-
-        Args:
-            kinds: Kinds of machines of both stages.
-            hosts: Number of hosts with devices of each stage.
-            is_inside: Whether both stages lie on one host of one kind.
-        """
-        ends = [self.kinds[kind] for kind in kinds]
-        if is_inside or (ends[0] != ends[1] and ends[0].hosts == ends[1].hosts):
-            return ends[0].link_bytes_per_s * min(hosts)
-        rates = [end.nic_bytes_per_s * count for end, count in zip(ends, hosts, strict=True)]
-        return min(*rates, self.between_bytes_per_s(*kinds))
-
-    @kept
     def between_bytes_per_s(self, first: int, second: int) -> float:
         """Rate of the lines between hosts of two kinds, without their NICs; infinite if none."""
         sources, targets = set(self.kinds[first].hosts), set(self.kinds[second].hosts)
