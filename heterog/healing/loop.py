@@ -113,7 +113,6 @@ class HealingLoop:
         self._writer: SnapshotWriter | None = None
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
-        elastic.end_at_once()
         self._leaves = threading.Event()
         if threading.current_thread() is threading.main_thread():
             on_sigterm(self._leaves.set, min(silent_s or LEAVE_S, LEAVE_S))
