@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch._dynamo  # noqa: F401 - every optimizer imports it
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError, DistStoreError, run
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
-from torch.distributed import run
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 

@@ -125,6 +125,11 @@ def end_job(error: BaseException) -> None:
     (folder_of_host() / ERROR).write_text(f"rank {os.environ['RANK']}: {kind}{error}")
 
 
+def say(line: str) -> None:
+    """Tell whoever watches this rank."""
+    print(f"heterog: {line}", file=sys.stderr, flush=True)
+
+
 def exit_now() -> None:
     """End this rank at once."""
     for stream in (sys.stdout, sys.stderr):

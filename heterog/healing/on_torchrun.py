@@ -39,6 +39,7 @@ from heterog.healing.elastic import (
     gather,
     has_met,
     on_sigterm,
+    say,
     set_silence,
 )
 from heterog.healing.job import check_can_heal, last_step
@@ -215,7 +216,7 @@ class Generation:
 
     def _say(self, line: str) -> None:
         if self.is_first:
-            print(f"heterog: {line}", file=sys.stderr, flush=True)
+            say(line)
 
     def _wait_for_others(self, why: str) -> None:
         """Wait for hosts that are missing: when one comes, torchrun ends this rank meanwhile."""
@@ -290,7 +291,7 @@ class TorchrunRank(HealingRank):
     def _write(self, event: str, **said: Any) -> None:
         super()._write(event, **said)
         if event == "no snapshot":  # nobody else tells it
-            print(f"heterog: no snapshot was taken: {said['why']}", file=sys.stderr, flush=True)
+            say(f"no snapshot was taken: {said['why']}")
 
 
 def measured(generation: Generation) -> dict[str, Any]:

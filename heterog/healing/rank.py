@@ -27,7 +27,7 @@ from heterog.errors import InputFileError
 from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.costs import BusyClock, device_seconds
-from heterog.healing.elastic import any_rank, set_silence
+from heterog.healing.elastic import any_rank, say, set_silence
 from heterog.healing.record import Assignment, Event, write_events
 from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
 from heterog.healing.snapshots import SLOW_BYTES_PER_S, SnapshotWriter
@@ -214,7 +214,7 @@ class HealingRank:
         except InputFileError as error:
             if "TORCHELASTIC_RUN_ID" in os.environ:  # its agent leaves
                 raise
-            print(f"heterog: rank {self._rank}: {error}", file=sys.stderr, flush=True)
+            say(f"rank {self._rank}: {error}")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_due(self, number: int) -> bool:

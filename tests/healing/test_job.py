@@ -24,10 +24,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from heterog.cluster.topology import Cluster
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, InputFileError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
-from heterog.healing import on_torchrun, rank
+from heterog.healing import checkpoints, on_torchrun, rank
 from heterog.healing.choices import Choice, Question
 from heterog.healing.job import HealingJob
 from heterog.healing.loop import HealingLoop, _heard, _said
@@ -459,6 +459,30 @@ def test_a_loop_is_refused_whose_state_no_snapshot_can_hold(state: object) -> No
             HealingLoop(layer, mock.Mock(), mock.Mock())
         with pytest.raises(HeterogError, match=r"can hold average of the others .*JSON"):
             HealingLoop(nn.Identity(), mock.Mock(), mock.Mock(), others={"average": keeps})
+
+
+def test_a_loop_is_refused_whose_checkpoints_could_not_be_written(tmp_path: Path) -> None:
+    """Before it trains; what fails later is told, as by a plan's job."""
+    (tmp_path / "file").touch()
+    with pytest.raises(InputFileError, match="file"):
+        HealingLoop(
+            nn.Identity(), mock.Mock(), mock.Mock(), checkpoint=str(tmp_path / "file" / "saved")
+        )
+
+
+def test_a_loop_says_why_no_checkpoint_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = mock.Mock()
+    service.answer_to.side_effect = HeterogError("no room")
+    monkeypatch.setattr(checkpoints, "Service", lambda module: service)
+    loop: Any = mock.MagicMock(_checkpoint=str(tmp_path / "saved"), _checkpoint_s=-1.0, _rank=0)
+    loop.num_steps, loop._writing = 0, None
+    loop._writer.end_step.return_value = [True, False]
+    for _ in range(2):
+        HealingLoop.end_step(loop)
+        loop._writing._writing.join()
+    assert capsys.readouterr().err == "heterog: no checkpoint was written: no room\n"
 
 
 def test_a_loop_is_refused_whose_ranks_keep_different_tensors() -> None:
