@@ -8,12 +8,12 @@ agents and a rank of ``healing_loop.py``, or of a plan that heals (``--of plan``
 is a store outside of these hosts, or etcd (``--etcd ENDPOINT``). Ranks are forked off their agent,
 which has imported what they need, or start as torchrun's do by default (``--start-method spawn``).
 Faults, at a random step: ``node`` (all processes of a host, by SIGKILL at once), ``first`` (the
-host of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (two hosts at once, or ``--apart`` seconds), ``cut``
-(a host's link), ``frozen`` (a host by SIGSTOP), ``paused`` (a host by SIGSTOP for 3 s: its ranks
-train on), ``leaving`` (SIGTERM to an agent), and ``plain`` (as ``node``, but from a checkpoint
-instead of memory). Losses have to equal those of one process that trains on the same batches, with
-every sample of an epoch dealt once. Losses of a plan are in float32, and their difference is
-reported.
+host of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (two hosts at once, or one
+``--apart`` seconds after the other), ``cut`` (a host's link), ``frozen`` (a host by SIGSTOP),
+``paused`` (a host by SIGSTOP for 3 s: its ranks train on), ``leaving`` (SIGTERM to an agent), and
+``plain`` (as ``node``, but from a checkpoint instead of memory). Losses have to equal those of one
+process that trains on the same batches, with every sample of an epoch dealt once. Losses of a plan
+are in float32, and their difference is reported.
 """
 
 import itertools
@@ -344,7 +344,8 @@ def main() -> None:
 
     mark_processes()
     start, plan = arguments.start_method, None
-    of = {"etcd": bool(arguments.etcd), "start": start, "apart": arguments.apart}
+    of = {"etcd": bool(arguments.etcd), "start": start}
+    of |= {"apart": arguments.apart} if arguments.apart else {}
     if arguments.of == "plan":
         of["of"] = "plan"
         plan = make_plan(
