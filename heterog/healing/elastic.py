@@ -111,14 +111,15 @@ def run_script(path: str, *arguments: str) -> None:
 def end_job(error: BaseException) -> None:
     """Let torchrun's agent end, which would start the same again, unless another rank was lost.
 
-    The agent of ``heterog.heal`` ends the job on all hosts. But if files are at fault, like a full
-    disk, only this host leaves, as it does under the command torchrun.
+    The agent of ``heterog.heal`` ends the job on all hosts. But if this host may be at fault, its
+    files or its accelerator, it alone leaves, as it does under the command torchrun.
     """
     from heterog.runtime.rank import is_of_another  # a second on every rank of a loop
 
     if is_of_another(error) or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    if ROUND not in os.environ or isinstance(error, OSError | InputFileError):
+    of_host = OSError, InputFileError, torch.AcceleratorError
+    if ROUND not in os.environ or isinstance(error, of_host):
         os.kill(os.getppid(), signal.SIGTERM)
         return
     kind = "" if isinstance(error, HeterogError) else f"{type(error).__name__}: "

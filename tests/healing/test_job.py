@@ -840,6 +840,7 @@ def test_an_agent_says_how_it_ends(
         ("raise RuntimeError('Connection reset by peer')", ""),
         ("import torch.distributed as d; raise d.DistStoreError('no answer')", ""),
         ("raise OSError('no room')", "SIGTERM"),
+        ("import torch; raise torch.AcceleratorError('it fell off the bus')", "SIGTERM"),
     ],
 )
 def test_an_error_of_a_script_ends_the_job_unless_another_rank_was_lost(
