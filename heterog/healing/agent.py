@@ -47,6 +47,8 @@ _LOOK_S = 0.2
 """Seconds between looks at whether hosts have met; torchrun looks once a second."""
 _ENDED_S = int(LEAVE_S) + 3
 """Longest wait for ranks that are told to end; torchrun waits for 30 s."""
+_TOLD = "error-told"
+"""File with an error that was there before ranks were told to end."""
 _LOG = logging.getLogger(__name__)
 _shutdown = LocalElasticAgent._shutdown
 _join = SimpleElasticAgent._rendezvous
@@ -134,7 +136,12 @@ def _refuse(why: str) -> NoReturn:
 
 
 def _end_ranks(agent: Any, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-    """End ranks, by SIGKILL those that are stuck: the other hosts cannot meet before that."""
+    """End ranks, by SIGKILL those that are stuck: the other hosts cannot meet before that.
+
+    What a script says when it is told to end, by ``sys.exit(143)`` say, is no error of the job.
+    """
+    with suppress(FileNotFoundError):
+        path_of_host().joinpath(ERROR).rename(path_of_host() / _TOLD)
     _shutdown(agent, death_sig, min(timeout, _ENDED_S))
 
 
@@ -196,7 +203,7 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
     handler: Any = group.spec.rdzv_handler
     store, error_of_job = handler._store, f"{ERROR} of {handler.get_run_id()}"
     with suppress(FileNotFoundError):
-        store.set(error_of_job, (path_of_host() / ERROR).read_text())
+        store.set(error_of_job, (path_of_host() / _TOLD).read_text())
     handler._store.set_timeout(_MEET)
     handler._state_holder._cache_duration = _LOOK_S
     handler._state_holder.node = handler._this_node

@@ -876,9 +876,11 @@ def test_an_error_of_a_script_ends_the_job_unless_another_rank_was_lost(
     own, group = mock.Mock(), mock.Mock()
     group.spec.rdzv_handler._store = store
     monkeypatch.setattr(agent, "_join", own)
+    monkeypatch.setattr(agent, "_shutdown", lambda *_: told.write_text("told to end"))
+    agent._end_ranks(mock.Mock())
     with pytest.raises(HeterogError, match=left):
         agent._join_again(mock.Mock(), group)
-    told.unlink()
+    (tmp_path / agent._TOLD).unlink()
     store.check = mock.Mock(side_effect=[False, True, True])
     own.side_effect = RendezvousClosedError
     with pytest.raises(HeterogError, match=left):
