@@ -103,7 +103,7 @@ def mend_torchrun() -> None:
     dynamic._delay = _wait_until_look  # type: ignore[attr-defined]
     _Holder._sanitize = _drop_others  # type: ignore[assignment, method-assign]
     c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
-    run.run_script_path = run_script
+    run.run_script_path = run_script  # type: ignore[assignment]
 
 
 def _told(arguments: Sequence[str], rank: str) -> list[str]:

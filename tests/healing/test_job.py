@@ -755,7 +755,7 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
-    monkeypatch.setattr(agent.run, "run_script_path", elastic.run_script)
+    monkeypatch.setattr("torch.distributed.run.run_script_path", elastic.run_script)
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", agent._shutdown)
     dynamic: Any = agent.__dict__["dynamic"]  # which this changes, too
     handlers = dynamic.DynamicRendezvousHandler
@@ -853,8 +853,8 @@ def test_an_error_of_a_script_ends_the_job_unless_another_rank_was_lost(
     script.write_text(text)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(elastic, "folder_of_host", lambda: tmp_path)
-    monkeypatch.setattr(elastic.os, "_exit", mock.Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr(elastic.os, "kill", killed)
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(os, "kill", killed)
     for name, value in {"TORCHELASTIC_RUN_ID": "job", elastic.ROUND: "1", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(KeyboardInterrupt):
