@@ -201,7 +201,8 @@ class Fault:
     def __init__(
         self, fault: str, nodes: Nodes | None, step: int, victims: tuple[int, ...], copy_to: Path
     ) -> None:
-        self.killed_s = self.again_s = 0.0
+        self.killed_s = self.again_s = self.caught_up_s = 0.0
+        self._most, self._is_new = 0, False  # the last step of the ranks that the fault hits
         self._fault, self._nodes, self._step, self._victims = fault, nodes, step, victims
         self._copy_to, self._begun_s = copy_to, time.time()
         copy_to.unlink(missing_ok=True)
@@ -210,7 +211,12 @@ class Fault:
         """Called whenever rank 0 does something else."""
         words = stage.split()
         if not words or words[0] != "step":
+            self._is_new |= bool(self.killed_s)
             return
+        if not self._is_new:
+            self._most = int(words[1])
+        elif int(words[1]) > self._most:  # the one before is done
+            self.caught_up_s = self.caught_up_s or time.monotonic()
         if not self.killed_s and int(words[1]) >= self._step:
             self.killed_s = time.monotonic()
             self._kill()
@@ -304,6 +310,7 @@ def run_trial(folder: Path, nodes: Nodes | None, fault: str, chance: random.Rand
         killed_in_step=step,
         **{part: move[each] for part, each in zip(PARTS, TIMES, strict=True) if move},
         total_s=sum(move[each] for each in TIMES) if move else killer.again_s - killer.killed_s,
+        caught_up_s=(killer.caught_up_s if move else killer.again_s) - killer.killed_s,
         num_ranks=measured["num_ranks"],
         steps_done_again=move.get("steps_done_again", 0),
         most_difference=max(abs(healed / other - 1.0) for healed, other in pairs),

@@ -8,12 +8,12 @@ agents and a rank of ``healing_loop.py``, or of a plan that heals (``--of plan``
 is a store outside of these hosts, or etcd (``--etcd ENDPOINT``). Ranks are forked off their agent,
 which has imported what they need, or start as torchrun's do by default (``--start-method spawn``).
 Faults, at a random step: ``node`` (all processes of a host, by SIGKILL at once), ``first`` (the
-host of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (two hosts at once), ``cut``
-(a host's link), ``frozen`` (a host by SIGSTOP), ``paused`` (a host by SIGSTOP for 3 s: its ranks
-train on), ``leaving`` (SIGTERM to an agent), and ``plain`` (as ``node``, but from a checkpoint
-instead of memory). Losses have to equal those of one process that trains on the same batches, with
-every sample of an epoch dealt once. Losses of a plan are in float32, and their difference is
-reported.
+host of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (two hosts at once, or one
+``--apart`` seconds after the other), ``cut`` (a host's link), ``frozen`` (a host by SIGSTOP),
+``paused`` (a host by SIGSTOP for 3 s: its ranks train on), ``leaving`` (SIGTERM to an agent), and
+``plain`` (as ``node``, but from a checkpoint instead of memory). Losses have to equal those of one
+process that trains on the same batches, with every sample of an epoch dealt once. Losses of a plan
+are in float32, and their difference is reported.
 """
 
 import itertools
@@ -143,9 +143,10 @@ class Hosts:
             with suppress(ProcessLookupError):
                 os.kill(pid or 0, what)
 
-    def hit(self, fault: str, hosts: tuple[int, ...]) -> None:
-        """Cause a fault on hosts."""
-        for host in hosts:
+    def hit(self, fault: str, hosts: tuple[int, ...], apart_s: float) -> None:
+        """Cause a fault on hosts, one after another."""
+        for number, host in enumerate(hosts):
+            time.sleep(apart_s if number else 0.0)
             what = SIGNALS.get(fault, signal.SIGKILL)
             if fault in ("leader", "leaving"):
                 os.kill(self.agents[host].pid or 0, what)
@@ -171,6 +172,7 @@ def run_trial(
     given: list[str],
     chance: random.Random,
     plan: Plan | None,
+    apart_s: float,
 ) -> Trial:
     """Run one trial."""
     step = chance.randint(3, 300)
@@ -185,7 +187,7 @@ def run_trial(
         if fault in ("first", "leader"):
             victims = (last.get("host", 0),)  # a plan's first is the first
         hit_s = time.monotonic()
-        hosts.hit(fault, victims)
+        hosts.hit(fault, victims, apart_s)
         if plan is None:
             hosts.wait_for("ended", lambda told: told["rank"] == 0)
         else:
@@ -335,6 +337,7 @@ def main() -> None:
         *options(FAULTS, "node"),
         option("--of", choices=("loop", "plan"), default="loop", help="what ranks train"),
         option("--start-method", choices=("fork", "spawn"), default="fork"),
+        option("--apart", type=float, default=0.0, help="seconds between the faults of two hosts"),
         option("--etcd", default="", help="endpoint of an etcd server to meet at"),
     )
     from torch._C._distributed_c10d import TCPStore
@@ -342,6 +345,7 @@ def main() -> None:
     mark_processes()
     start, plan = arguments.start_method, None
     of = {"etcd": bool(arguments.etcd), "start": start}
+    of |= {"apart": arguments.apart} if arguments.apart else {}
     if arguments.of == "plan":
         of["of"] = "plan"
         plan = make_plan(
@@ -369,7 +373,8 @@ def main() -> None:
         def run(chance: random.Random) -> Trial:
             with tempfile.TemporaryDirectory(prefix="healing-") as name:
                 try:
-                    return run_trial(places, Path(name), arguments.fault, given, chance, plan)
+                    how = given, chance, plan, arguments.apart
+                    return run_trial(places, Path(name), arguments.fault, *how)
                 except Exception:
                     said = Path(name) / "said.txt"
                     progress(said.read_text()[-5000:] if said.exists() else "")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch._dynamo  # noqa: F401 - every optimizer imports it
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError, DistStoreError, run
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -30,7 +30,7 @@ from torch.distributed.run import main as torchrun
 import heterog.healing.loop  # noqa: F401  (which a script may need)
 from heterog.errors import HeterogError
 from heterog.healing.choices import Choice, Question
-from heterog.healing.elastic import LEAVE_S, ROUND, path_of_host
+from heterog.healing.elastic import ERROR, LEAVE_S, ROUND, path_of_host, run_script
 from heterog.healing.on_torchrun import read_healing
 from heterog.healing.planning import Planning
 from heterog.healing.rank import capture_for
@@ -47,6 +47,8 @@ _LOOK_S = 0.2
 """Seconds between looks at whether hosts have met; torchrun looks once a second."""
 _ENDED_S = int(LEAVE_S) + 3
 """Longest wait for ranks that are told to end; torchrun waits for 30 s."""
+_TOLD = "error-told"
+"""File with an error that was there before ranks were told to end."""
 _LOG = logging.getLogger(__name__)
 _shutdown = LocalElasticAgent._shutdown
 _join = SimpleElasticAgent._rendezvous
@@ -78,6 +80,9 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     mend_torchrun()
     try:
         torchrun(given)
+    except HeterogError as error:
+        print(f"heterog: the job has ended: {error}", file=sys.stderr)
+        sys.exit(2)
     except RendezvousClosedError:
         # This host came too late for the ranks that have ended it, or for the whole job.
         print("heterog: the job is over; a new one needs another --rdzv-id.", file=sys.stderr)
@@ -98,6 +103,7 @@ def mend_torchrun() -> None:
     dynamic._delay = _wait_until_look  # type: ignore[attr-defined]
     _Holder._sanitize = _drop_others  # type: ignore[assignment, method-assign]
     c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
+    run.run_script_path = run_script  # type: ignore[assignment]
 
 
 def _told(arguments: Sequence[str], rank: str) -> list[str]:
@@ -130,7 +136,12 @@ def _refuse(why: str) -> NoReturn:
 
 
 def _end_ranks(agent: Any, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-    """End ranks, by SIGKILL those that are stuck: the other hosts cannot meet before that."""
+    """End ranks, by SIGKILL those that are stuck: the other hosts cannot meet before that.
+
+    What a script says when it is told to end, by ``sys.exit(143)`` say, is no error of the job.
+    """
+    with suppress(FileNotFoundError):
+        path_of_host().joinpath(ERROR).rename(path_of_host() / _TOLD)
     _shutdown(agent, death_sig, min(timeout, _ENDED_S))
 
 
@@ -185,17 +196,28 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
     """Meet the other hosts, and again if one is lost before it has said where ranks meet.
 
     Torchrun alone gives up there, and ends the job on all hosts.
+
+    Raises:
+        HeterogError: a rank, of this or another host, had an error that ends the job.
     """
     handler: Any = group.spec.rdzv_handler
+    store, error_of_job = handler._store, f"{ERROR} of {handler.get_run_id()}"
+    with suppress(FileNotFoundError):
+        store.set(error_of_job, (path_of_host() / _TOLD).read_text())
     handler._store.set_timeout(_MEET)
     handler._state_holder._cache_duration = _LOOK_S
     handler._state_holder.node = handler._this_node
     while True:
+        if store.check([error_of_job]):
+            raise HeterogError(store.get(error_of_job).decode())
         try:
             _join(agent, group)
             handler.own_round = handler._state_holder.state.round
             os.environ[ROUND] = str(handler.own_round)
             return
+        except RendezvousClosedError:
+            if not store.check([error_of_job]):
+                raise
         except (DistStoreError, LookupError) as error:  # the latter by etcd
             _LOG.warning("a host was lost while hosts met (%s); they meet again", error)
 

@@ -3,11 +3,13 @@
 import json
 import logging
 import os
+import runpy
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, InputFileError
 from heterog.runtime.launch import remove_after
 from heterog.runtime.ranks.forks import fields_of_process
 from heterog.runtime.ranks.links import CUT_S, end_connections, own_addresses
@@ -28,6 +30,8 @@ LEAVE_S = 5.0
 """Seconds for which a rank that is told to end may go on with its step; torchrun waits for 30."""
 ROUND = "HETEROG_ROUND"
 """Variable with the number of times that hosts have met before; absent under plain torchrun."""
+ERROR = "error"
+"""File of a host with the error of a rank for which its agent ends the job."""
 _LOOK_S = 0.25
 """Seconds between looks for machines that are cut off."""
 
@@ -88,18 +92,43 @@ def end_cut_links() -> None:
     threading.Thread(target=watch, args=(machines - own,), daemon=True).start()
 
 
-def end_at_once() -> None:
-    """Let an error that nobody catches end this rank as soon as it is told.
+def run_script(path: str, *arguments: str) -> None:
+    """Be a rank that runs a script, for torchrun's agent; an error ends it as soon as it is told.
 
     Taking Python down takes seconds with all that is imported, for which torchrun would wait.
     """
-    before = sys.excepthook
-
-    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        before(kind, error, trace)
+    sys.argv = [path, *arguments]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        traceback.print_exc()
+        end_job(error)
         exit_now()
 
-    sys.excepthook = told
+
+def end_job(error: BaseException) -> None:
+    """Let torchrun's agent end, which would start the same again, unless another rank was lost.
+
+    The agent of ``heterog.heal`` ends the job on all hosts. But if this host may be at fault, its
+    files or its accelerator, it alone leaves, as it does under the command torchrun.
+    """
+    from heterog.runtime.rank import is_of_another  # a second on every rank of a loop
+
+    if is_of_another(error) or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    of_host = OSError, InputFileError, torch.AcceleratorError
+    if ROUND not in os.environ or isinstance(error, of_host):
+        os.kill(os.getppid(), signal.SIGTERM)
+        return
+    kind = "" if isinstance(error, HeterogError) else f"{type(error).__name__}: "
+    (folder_of_host() / ERROR).write_text(f"rank {os.environ['RANK']}: {kind}{error}")
+
+
+def say(line: str) -> None:
+    """Tell whoever watches this rank."""
+    print(f"heterog: {line}", file=sys.stderr, flush=True)
 
 
 def exit_now() -> None:

@@ -22,9 +22,9 @@ from heterog.balance.balancer import Balancer
 from heterog.balance.shares import shares_from_speeds
 from heterog.balance.streams import Stateful
 from heterog.errors import HeterogError
-from heterog.files import CHECKPOINT_INDEX
+from heterog.files import CHECKPOINT_INDEX, check_save_folder
 from heterog.healing import elastic
-from heterog.healing.elastic import LEAVE_S, folder_of_host, gather, on_sigterm, set_silence
+from heterog.healing.elastic import LEAVE_S, folder_of_host, gather, on_sigterm, say, set_silence
 from heterog.healing.shelf import ANEW, NEVER, Moment, Shelf, Snapshot, newest_complete, parts_of
 from heterog.healing.snapshots import SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Entry
@@ -59,8 +59,8 @@ class HealingLoop:
         resumed_from: The step or folder that ``restore`` resumed from; empty on a first start.
 
     Raises:
-        HeterogError: parameters are sharded, ranks have different objects, or there is no process
-            group.
+        HeterogError: parameters are sharded, ranks have different objects, there is no process
+            group, or no checkpoint can be written into the folder.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class HealingLoop:
         checkpoint_s: float = 60.0,
         silent_s: float = 0.0,
     ) -> None:
+        if checkpoint:  # on every rank: any may be the first one later
+            check_save_folder(Path(checkpoint))
         if not dist.is_initialized():
             raise HeterogError("HealingLoop needs the process group; call init_process_group.")
         # Where it is not imported, nothing is sharded; to import it takes each rank a second.
@@ -113,7 +115,6 @@ class HealingLoop:
         self._writer: SnapshotWriter | None = None
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
-        elastic.end_at_once()
         self._leaves = threading.Event()
         if threading.current_thread() is threading.main_thread():
             on_sigterm(self._leaves.set, min(silent_s or LEAVE_S, LEAVE_S))
@@ -129,7 +130,7 @@ class HealingLoop:
         told = gather([host, seen, own])
         generation = 1 + max(seen for _, seen, _ in told)
         hosts, part = [host for host, _, _ in told], (self._local, self._num_local)
-        self._writer = SnapshotWriter(self._shelf, generation, part, hosts, say=self._say_failed)
+        self._writer = SnapshotWriter(self._shelf, generation, part, hosts, say=_say_failed)
         found = [Moment(*each) if each else NEVER for _, _, each in told]
         if (newest := max(found)).num_parts:
             self._writer.bring(name for part in parts_of(newest) for name in part.files)
@@ -153,7 +154,7 @@ class HealingLoop:
             self._take_over(about, read_tensors(contents, folder, names))
             self.resumed_from = f"checkpoint {folder}"
         elif self._rank == 0 and elastic.has_met():
-            print(f"heterog: {ANEW}", file=sys.stderr, flush=True)
+            say(ANEW)
         return bool(self.resumed_from)
 
     def end_step(self) -> None:
@@ -181,7 +182,7 @@ class HealingLoop:
             if self._writing is None:
                 from heterog.healing.checkpoints import Writing  # half a second on every rank
 
-                self._writing = Writing(Path(self._checkpoint), self._checkpoint_s)
+                self._writing = Writing(Path(self._checkpoint), self._checkpoint_s, say)
             self._writing.look(lambda: self._shelf.folder)
 
     def close(self) -> None:
@@ -190,9 +191,6 @@ class HealingLoop:
             self._writing.close()
 
     # --- parts -----------------------------------------------------------------------------------
-
-    def _say_failed(self, why: str) -> None:
-        print(f"heterog: no snapshot was taken: {why}", file=sys.stderr, flush=True)
 
     def _objects(self) -> dict[str, dict[str, Any]]:
         """States of the model's modules beside tensors (``get_extra_state``), and of others."""
@@ -280,6 +278,10 @@ class HealingLoop:
         speeds = [float(had[name].pop(0)) if had.get(name) else mean for name in self._who]
         sampler = self._balancer.share_sampler
         sampler.set_shares(shares_from_speeds([max(s, 1.0) for s in speeds], sum(shares)))
+
+
+def _say_failed(why: str) -> None:
+    say(f"no snapshot was taken: {why}")
 
 
 def _check_alike(nums_tensors: Sequence[Mapping[str, int]]) -> None:

@@ -33,11 +33,13 @@ from heterog.healing.choices import Choice, Question
 from heterog.healing.elastic import (
     any_rank,
     end_cut_links,
+    end_job,
     exit_now,
     folder_of_host,
     gather,
     has_met,
     on_sigterm,
+    say,
     set_silence,
 )
 from heterog.healing.job import check_can_heal, last_step
@@ -57,8 +59,6 @@ _PLAN = "left-{}.json"
 """Name of a plan for some devices."""
 _SILENT_S = 6.0
 """Least seconds without an answer after which a host counts as lost, as on Ray."""
-_SILENT_STEPS = 10.0
-"""Least planned steps that this takes: a step may be slower than planned."""
 _JOINED_S = 30.0
 """Longest wait for ranks that have met to join: one of them may be cut off by then."""
 _PLANNED_S = 300.0
@@ -216,7 +216,7 @@ class Generation:
 
     def _say(self, line: str) -> None:
         if self.is_first:
-            print(f"heterog: {line}", file=sys.stderr, flush=True)
+            say(line)
 
     def _wait_for_others(self, why: str) -> None:
         """Wait for hosts that are missing: when one comes, torchrun ends this rank meanwhile."""
@@ -265,11 +265,7 @@ class TorchrunRank(HealingRank):
     def __init__(self, generation: Generation, assignment: Assignment) -> None:
         self._planning = generation.planning
         assignment.stop.unlink(missing_ok=True)  # of one that did not get as far as to train
-        super().__init__(
-            generation.request,
-            assignment,
-            silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
-        )
+        super().__init__(generation.request, assignment, silent_s=_SILENT_S)
         self._folder, self._given = generation.folder, set[str]()
         if self._planning is not None:
             self._asked = self._planning.ask(generation.questions(), niceness=_NICENESS)
@@ -295,7 +291,7 @@ class TorchrunRank(HealingRank):
     def _write(self, event: str, **said: Any) -> None:
         super()._write(event, **said)
         if event == "no snapshot":  # nobody else tells it
-            print(f"heterog: no snapshot was taken: {said['why']}", file=sys.stderr, flush=True)
+            say(f"no snapshot was taken: {said['why']}")
 
 
 def measured(generation: Generation) -> dict[str, Any]:
@@ -362,9 +358,8 @@ def main() -> None:
             raise HeterogError("heterog.heal takes one file: a plan, or a run file.")
         try:
             heal(Path(sys.argv[1]))
-        except Exception as error:
-            if not is_of_another(error) and "TORCHELASTIC_RUN_ID" in os.environ:
-                os.kill(os.getppid(), signal.SIGTERM)  # or it would start the same again
+        except (Exception, SystemExit) as error:
+            end_job(error)
             raise
 
 

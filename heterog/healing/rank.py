@@ -27,7 +27,7 @@ from heterog.errors import InputFileError
 from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.costs import BusyClock, device_seconds
-from heterog.healing.elastic import any_rank, set_silence
+from heterog.healing.elastic import any_rank, say, set_silence
 from heterog.healing.record import Assignment, Event, write_events
 from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
 from heterog.healing.snapshots import SLOW_BYTES_PER_S, SnapshotWriter
@@ -41,6 +41,8 @@ from heterog.runtime.rank import as_rank, check_loss, end_together, set_up, tell
 from heterog.runtime.request import RunRequest, read_request
 from heterog.search.plan import Plan, load_plan
 
+SILENT_STEPS = 10.0
+"""Least time to wait for another rank, in steps as long as the last one, which nobody planned."""
 LOOK_STEPS = 16
 """Number of steps between reports of which rank is slow. On an accelerator one step of them is
 recorded: that drains its queue, so recording each step would cost what it finds."""
@@ -58,8 +60,8 @@ class HealingRank:
     Args:
         request: How it trains.
         assignment: What the generation runs.
-        silent_s: Seconds without an answer after which a rank gives up waiting for another one,
-            from the second step on; 0 leaves the timeout of the process group.
+        silent_s: Least seconds without an answer after which a rank gives up waiting for another
+            one, from the second step on; 0 leaves the timeout of the process group.
     """
 
     def __init__(
@@ -70,13 +72,13 @@ class HealingRank:
         silent_s: float = 0.0,
     ) -> None:
         self._request, self._assignment, self._silent_s = request, assignment, silent_s
+        self._patience_s = request.limits.timeout_s
         self._plan = plan = load_plan(assignment.plan)
         folder = Path(assignment.folder)
         graph = plan.graph
         num_bytes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)
         # Whoever writes a snapshot is waited for as if the disk were slow.
-        longest_s = silent_s + (1 + graph.optimizer_state_ratio) * num_bytes / SLOW_BYTES_PER_S
-        self._written_s = min(request.limits.timeout_s, longest_s)
+        self._written_s = (1 + graph.optimizer_state_ratio) * num_bytes / SLOW_BYTES_PER_S
         self._step, workload = set_up(plan, request, _captured.get(folder))
         self._rank = dist.get_rank()
         host_of, redundancy = plan.cluster.host_of, assignment.redundancy
@@ -110,13 +112,12 @@ class HealingRank:
         """Train until the last step or until asked to stop; returns whether all is done."""
         step, last = self._step, self._assignment.last
         first = step.num_steps + 1
-        begin_s = time.perf_counter()
-        is_next = False
+        begin_s, step_s, is_next = time.perf_counter(), 0.0, False
         for number in range(first, last + 1):
             tell(f"step {number} of {last}")
             dist.barrier()  # for which those wait longer that have written sooner
-            if is_next:
-                self._set_silence(self._silent_s)
+            if number > first:
+                self._be_patient(max(self._silent_s, SILENT_STEPS * step_s))
             busy_s: list[float] = []
             if self._clock is None and number % LOOK_STEPS == 0 and number > first:
                 loss_tensor, start_s, finish_s = step.record(self._batch)
@@ -128,14 +129,14 @@ class HealingRank:
             if number == first:
                 check_can_save(step)
                 self._begin_look(number)
-                self._set_silence(self._silent_s)
             is_next, is_wanted, is_due = self._writer.end_step(
                 self._assignment.stop.exists(), self._rank == 0 and self._is_due(number)
             )
             end_s = time.perf_counter()
+            step_s = end_s - begin_s
             told = loss if math.isfinite(loss) else None  # JSON has nothing else
             # Before the snapshot, from which others may go on although this rank ends within it.
-            self._write("step", step=number, loss=told, seconds=end_s - begin_s)
+            self._write("step", step=number, loss=told, seconds=step_s)
             if self._writer.settled is not None and not self._is_kept:
                 self._is_kept = True
                 self._write("kept", step=number)
@@ -159,7 +160,7 @@ class HealingRank:
         """Finish pending updates, save, and report how it ended."""
         if is_done and self._request.save is not None:
             tell("saving the checkpoint")
-            self._set_silence(self._request.limits.timeout_s)
+            self._be_patient(math.inf)
             save_checkpoint(self._step, self._request.save)
         self._step.flush()
         tell("leaving")
@@ -179,9 +180,11 @@ class HealingRank:
         host = self._plan.cluster.hosts[self._plan.cluster.host_of[self._rank]].name
         self._write("no snapshot", why=f"{host}: {why}")
 
-    def _set_silence(self, seconds: float) -> None:
+    def _be_patient(self, seconds: float) -> None:
         """Say for how long ranks wait for others that give no answer."""
-        if self._silent_s:
+        seconds = min(seconds, self._request.limits.timeout_s)
+        if self._silent_s and seconds != self._patience_s:
+            self._patience_s = seconds
             set_silence(seconds, self._groups)
 
     def _take_up(self) -> None:
@@ -211,7 +214,7 @@ class HealingRank:
         except InputFileError as error:
             if "TORCHELASTIC_RUN_ID" in os.environ:  # its agent leaves
                 raise
-            print(f"heterog: rank {self._rank}: {error}", file=sys.stderr, flush=True)
+            say(f"rank {self._rank}: {error}")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_due(self, number: int) -> bool:
@@ -244,7 +247,7 @@ class HealingRank:
             "num_steps": step.num_steps,
         }
         writer = self._writer
-        self._set_silence(self._written_s)
+        self._be_patient(self._patience_s + self._written_s)
         writer.take(number, *own_entries(step, step.model), about)
         if self._rank == 0:
             told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}

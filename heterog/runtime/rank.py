@@ -382,15 +382,16 @@ def as_rank(rank: int) -> Iterator[None]:
         first = str(error).strip().partition("\n")[0]
         lost = is_of_another(error)
         _leave(rank, f"lost the connection to another rank: {first}" if lost else first)
-    except Exception as error:  # any error of the user's model must end this rank, too
+    except (Exception, SystemExit) as error:  # whatever the user's model does, it ends this rank
         traceback.print_exc()
         _leave(rank, f"{type(error).__name__}: {error}")
 
 
 def is_of_another(error: BaseException) -> bool:
-    """Whether, by gloo's words, an error comes from another rank that died, ended or is frozen."""
+    """Whether an error, by gloo's words, is of another rank that died, ended or is frozen."""
     words = ("onnection", "imed out", "imeout", "roken pipe")
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    is_told = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    return is_told or isinstance(error, dist.DistError)
 
 
 def end_together() -> None:

@@ -20,13 +20,14 @@ import pytest
 import torch
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from heterog.cluster.topology import Cluster
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, InputFileError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
-from heterog.healing import on_torchrun, rank
+from heterog.healing import checkpoints, on_torchrun, rank
 from heterog.healing.choices import Choice, Question
 from heterog.healing.job import HealingJob
 from heterog.healing.loop import HealingLoop, _heard, _said
@@ -460,6 +461,30 @@ def test_a_loop_is_refused_whose_state_no_snapshot_can_hold(state: object) -> No
             HealingLoop(nn.Identity(), mock.Mock(), mock.Mock(), others={"average": keeps})
 
 
+def test_a_loop_is_refused_whose_checkpoints_could_not_be_written(tmp_path: Path) -> None:
+    """Before it trains; what fails later is told, as by a plan's job."""
+    (tmp_path / "file").touch()
+    with pytest.raises(InputFileError, match="file"):
+        HealingLoop(
+            nn.Identity(), mock.Mock(), mock.Mock(), checkpoint=str(tmp_path / "file" / "saved")
+        )
+
+
+def test_a_loop_says_why_no_checkpoint_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = mock.Mock()
+    service.answer_to.side_effect = HeterogError("no room")
+    monkeypatch.setattr(checkpoints, "Service", lambda module: service)
+    loop: Any = mock.MagicMock(_checkpoint=str(tmp_path / "saved"), _checkpoint_s=-1.0, _rank=0)
+    loop.num_steps, loop._writing = 0, None
+    loop._writer.end_step.return_value = [True, False]
+    for _ in range(2):
+        HealingLoop.end_step(loop)
+        loop._writing._writing.join()
+    assert capsys.readouterr().err == "heterog: no checkpoint was written: no room\n"
+
+
 def test_a_loop_is_refused_whose_ranks_keep_different_tensors() -> None:
     """A rank that lacks a tensor would be the one to write it."""
     average = mock.Mock(state_dict=lambda: {"weights": [torch.ones(2), torch.ones(3)]})
@@ -710,10 +735,7 @@ def test_an_agent_says_how_it_ends(
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.rendezvous.api import (
-        RendezvousClosedError,
-        RendezvousTimeoutError,
-    )
+    from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
     from heterog.healing import agent, elastic
     from heterog.healing.elastic import path_of_host
@@ -733,6 +755,7 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
+    monkeypatch.setattr("torch.distributed.run.run_script_path", elastic.run_script)
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", agent._shutdown)
     dynamic: Any = agent.__dict__["dynamic"]  # which this changes, too
     handlers = dynamic.DynamicRendezvousHandler
@@ -749,6 +772,8 @@ def test_an_agent_says_how_it_ends(
     assert "--rdzv-endpoint: RendezvousTimeoutError()" in ends(RendezvousTimeoutError())
     stopped = SignalException("", signal.SIGTERM)
     assert ends(stopped) == "heterog: SIGTERM ended this host's part of the job."
+    assert ends(HeterogError("rank 1: why")) == 2
+    assert capsys.readouterr().err == "heterog: the job has ended: rank 1: why\n"
     monkeypatch.setattr(agent, "torchrun", given.append)
     run_file = str(tmp_path / "run.json")
     model = f"{folder}/model.py:workload"
@@ -793,6 +818,7 @@ def test_an_agent_says_how_it_ends(
     join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
     monkeypatch.setattr(agent, "_join", join)
     group = mock.Mock()
+    group.spec.rdzv_handler._store.check.return_value = False
     SimpleElasticAgent._rendezvous(mock.Mock(), group)
     assert join.call_count == 2, "who was to say where ranks meet was lost"
 
@@ -804,6 +830,64 @@ def test_an_agent_says_how_it_ends(
     assert agent._num_outside(handler) == 1, "or it would train on alone"
     state.participants = {}
     assert agent._num_outside(handler) == 0, "no others have met: they were late, too"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("raise ValueError('a bug')", "rank 1: ValueError: a bug"),
+        ("import sys; sys.exit('usage: loop.py')", "rank 1: SystemExit: usage: loop.py"),
+        ("raise RuntimeError('Connection reset by peer')", ""),
+        ("import torch.distributed as d; raise d.DistStoreError('no answer')", ""),
+        ("raise OSError('no room')", "SIGTERM"),
+        ("import torch; raise torch.AcceleratorError('it fell off the bus')", "SIGTERM"),
+    ],
+)
+def test_an_error_of_a_script_ends_the_job_unless_another_rank_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, left: str
+) -> None:
+    """Torchrun alone would start the same again and again."""
+    from heterog.healing import agent, elastic
+
+    script, killed = tmp_path / "loop.py", mock.Mock()
+    script.write_text(text)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(elastic, "folder_of_host", lambda: tmp_path)
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(os, "kill", killed)
+    for name, value in {"TORCHELASTIC_RUN_ID": "job", elastic.ROUND: "1", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KeyboardInterrupt):
+        elastic.run_script(str(script), "given")
+    assert sys.argv == [str(script), "given"]
+    if left == "SIGTERM":  # this host alone leaves
+        killed.assert_called_once_with(os.getppid(), signal.SIGTERM)
+        return
+    told = tmp_path / elastic.ERROR
+    assert (told.read_text() if told.exists() else "") == left
+    assert not killed.called
+    if not left:
+        return
+    # Its agent tells those of other hosts, one of which waits for a meeting that is closed now.
+    monkeypatch.setattr(agent, "path_of_host", lambda: tmp_path)
+    kept: dict[str, bytes] = {}
+    store = mock.Mock(check=lambda keys: keys[0] in kept, get=kept.__getitem__)
+    store.set = lambda key, value: kept.update({key: value.encode()})
+    own, group = mock.Mock(), mock.Mock()
+    group.spec.rdzv_handler._store = store
+    monkeypatch.setattr(agent, "_join", own)
+    monkeypatch.setattr(agent, "_shutdown", lambda *_: told.write_text("told to end"))
+    agent._end_ranks(mock.Mock())
+    with pytest.raises(HeterogError, match=left):
+        agent._join_again(mock.Mock(), group)
+    (tmp_path / agent._TOLD).unlink()
+    store.check = mock.Mock(side_effect=[False, True, True])
+    own.side_effect = RendezvousClosedError
+    with pytest.raises(HeterogError, match=left):
+        agent._join_again(mock.Mock(), group)
+    store.check = mock.Mock(return_value=False)
+    with pytest.raises(RendezvousClosedError):
+        agent._join_again(mock.Mock(), group)
 
 
 def test_an_agent_that_was_late_does_not_take_itself_for_lost() -> None:

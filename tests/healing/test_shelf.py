@@ -540,25 +540,32 @@ def test_ranks_wait_longer_for_those_that_write_a_snapshot(
 ) -> None:
     """Under torchrun they wait for a step for a few seconds only, and disks may be slow."""
     done: list[Any] = []
-    healing = mock.MagicMock(_silent_s=6.0, _written_s=11.0, _is_kept=False)
-    healing._set_silence = partial(HealingRank._set_silence, healing)
+    healing = mock.MagicMock(_silent_s=6.0, _written_s=11.0, _patience_s=300.0, _is_kept=False)
+    healing._be_patient = partial(HealingRank._be_patient, healing)
+    healing._request.limits.timeout_s = 300.0
     healing._take_snapshot = partial(HealingRank._take_snapshot, healing)
-    healing._assignment.last, healing._step.num_steps = 3, 0
+    healing._assignment.last, healing._step.num_steps = 5, 0
+    now_s = 0.0
 
     def step(batch: Any) -> float:
+        nonlocal now_s
         done.append("step")
+        now_s += {1: 20.0, 3: 2.0}.get(done.count("step"), 0.1)
         return 1.0
 
     healing._step.side_effect = step
-    healing._writer.end_step.side_effect = [[True, False, False], *[[False] * 3] * 2]
+    healing._writer.end_step.side_effect = [[False] * 3, [True, False, False], *[[False] * 3] * 3]
     healing._writer.take.side_effect = lambda *_: done.append("take")
     monkeypatch.setattr(rank, "set_silence", lambda seconds, groups: done.append(seconds))
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
     monkeypatch.setattr(rank, "own_entries", lambda *_: ([], {}))
     monkeypatch.setattr(rank, "check_can_save", lambda step: None)
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     assert HealingRank.train(healing)
-    # Not in the step after a snapshot, in which a rank may stop, too.
-    assert done == ["step", 6.0, 11.0, "take", 6.0, "step", "step"]
+    # Not in the step after a snapshot, in which a rank may stop, too. But ten times as long as the
+    # last step took: the first one compiles, and others may take far longer than planned.
+    written = [200.0, "step", 211.0, "take"]
+    assert done == ["step", *written, 6.0, "step", pytest.approx(20.0), "step", 6.0, "step"]
     told = [call.args[0] for call in healing._write.call_args_list]
     assert told.count("kept") == 1, "as soon as one is complete, and not with the next one"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,7 +21,7 @@ from heterog.cluster.hardware import Device, Host, Link
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.runtime.launch import LocalRank, ranks_of_this_process, run_commands, run_ranks
-from heterog.runtime.rank import _listen, join
+from heterog.runtime.rank import _listen, as_rank, join
 from heterog.runtime.ranks import testbed as module
 from heterog.runtime.ranks import watching
 from heterog.runtime.ranks.links import CUT_S
@@ -429,3 +430,15 @@ def test_a_disk_without_room_is_blamed_for_lost_words(
     assert rank.last_words() == f"What it said is lost: {tmp_path} (TMPDIR) has no room."
     words.write_text("heterog: it said this\n")
     assert rank.last_words() == "heterog: it said this"
+
+
+def test_a_models_code_that_ends_its_rank_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others would lose their connection to it, and be blamed for that."""
+    ended = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("os._exit", ended)
+    with pytest.raises(KeyboardInterrupt), as_rank(1):
+        sys.exit(0)
+    ended.assert_called_once_with(2)
+    assert capsys.readouterr().err.endswith("heterog: rank 1: SystemExit: 0\n")
