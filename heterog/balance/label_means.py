@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from heterog.balance.across_samples import inputs_of, maker_of, rows_together
+from heterog.balance.across_samples import inputs_of, maker_of, reduction_of, rows_together
 from heterog.balance.group import RankGroup
 from heterog.balance.loss_terms import (
     MOST_FACTORS,
@@ -175,9 +175,9 @@ def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | 
 def _is_sum(node: Any, samples: float) -> bool:
     """Whether a node is the sum of a loss over all samples, as far as that is certain."""
     if node.name() != "SumBackward0":
-        return getattr(node, "_saved_reduction", None) == _SUM
+        return reduction_of(node) == _SUM
     below = inputs_of(node)[0][0]
-    if getattr(below, "_saved_reduction", None) == _NONE:
+    if reduction_of(below) == _NONE:
         return True
     sizes = node._saved_self_sym_sizes
     is_of_samples = len(sizes) > 0 and sizes[0] == samples
@@ -237,7 +237,7 @@ def _is_mean(node: Any) -> bool:
     """Whether a node is the mean of all elements of something."""
     if node.name() == "MeanBackward1":
         return len(node._saved_dim) in (0, len(node._saved_self_sym_sizes))
-    return node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN
+    return node.name() == "MeanBackward0" or reduction_of(node) == _MEAN
 
 
 def _count_of(node: Any) -> float | None:
@@ -379,6 +379,7 @@ class MeanCounts:
 
     def _warn_of_rows(self, told: list[list[float]]) -> None:
         """Warn if all ranks put rows together at one place, as many for each sample."""
+        told = [each for each in told if each[0] > 1]  # any number is a multiple of one sample
         if len({place for *_, place in told}) != 1:
             return
         pairs = [(each[0], each[-2]) for each in told]
@@ -393,11 +394,13 @@ class MeanCounts:
         ranks = [(each[0], _as_factors(each[1 + 2 * _MOST_COUNTS : -2])) for each in told]
         if not ranks or not all(factors for _, factors in ranks):
             return
-        numbers, totals = summed(ranks), unlike_totals(ranks)
+        # On a rank with one sample, what is divided by the samples looks like a penalty.
+        several = [each for each in ranks if each[0] > 1]
+        numbers, totals = summed(ranks), unlike_totals(several) if several else None
         if numbers is not None:
             raise BalanceError(_SUMMED.format(", ".join(_told(numbers, ranks))))
         if totals is not None and not self._has_warned:
-            self._warn(OwnSamplesWarning, _FACTORS, ", ".join(_told(totals, ranks)))
+            self._warn(OwnSamplesWarning, _FACTORS, ", ".join(_told(totals, several)))
 
     def _warn(self, kind: type[HeterogWarning], text: str, told: str = "") -> None:
         self._has_warned = True

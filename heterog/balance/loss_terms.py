@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from heterog.balance.across_samples import inputs_of, maker_of
+from heterog.balance.across_samples import inputs_of, maker_of, reduction_of
 
 MOST_FACTORS = 4
 """Most unlike factors of one loss that ranks compare; a loss with more is not compared."""
@@ -64,7 +64,7 @@ def factors_of(loss: Tensor) -> list[Factor]:
         node, output, factor = waiting.pop(0)
         below = _below(node, factor)
         if below is None:
-            is_sum = getattr(node, "_saved_reduction", None) == _SUM
+            is_sum = reduction_of(node) == _SUM
             number = node._saved_self.numel() if is_sum else _numel(node, output)
             key = next((each for each in found if math.isclose(each, factor)), factor)
             found[key] = found.get(key, 0.0) + factor * number
