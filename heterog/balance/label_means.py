@@ -32,6 +32,7 @@ from heterog.balance.loss_terms import (
     Factor,
     Ranks,
     factors_of,
+    is_normalised,
     summed,
     unlike_totals,
 )
@@ -346,7 +347,8 @@ class MeanCounts:
             is_open = samples and not is_stated and not self._has_warned
             rows = (rows_together(loss, samples) if is_open else None) or (math.nan, math.nan)
             factors = [] if is_stated else factors_of(loss)
-            numbers = chain(*padded, _as_numbers(factors), rows)
+            normalised = bool(is_open) and is_normalised(loss, samples)
+            numbers = chain(*padded, _as_numbers(factors), [normalised], rows)
             told = self._group.gather([samples, *(float(n) for n in numbers)])
             told = [each for each in told if each[0]]
             self._compare(seen, told)
@@ -378,8 +380,14 @@ class MeanCounts:
         seen.counts = counts
 
     def _warn_of_rows(self, told: list[list[float]]) -> None:
-        """Warn if all ranks put rows together at one place, as many for each sample."""
+        """Warn if all ranks put rows together at one place, as many for each sample.
+
+        Or if all have factors that are normalised over their rows.
+        """
         told = [each for each in told if each[0] > 1]  # any number is a multiple of one sample
+        if len({each[0] for each in told}) > 1 and all(each[-3] for each in told):
+            self._warn(HeterogWarning, _NORMALISED)
+            return
         if len({place for *_, place in told}) != 1:
             return
         pairs = [(each[0], each[-2]) for each in told]
@@ -391,7 +399,7 @@ class MeanCounts:
 
     def _compare_factors(self, told: list[list[float]]) -> None:
         """Compare the factors with which ranks add up the terms of a loss."""
-        ranks = [(each[0], _as_factors(each[1 + 2 * _MOST_COUNTS : -2])) for each in told]
+        ranks = [(each[0], _as_factors(each[1 + 2 * _MOST_COUNTS : -3])) for each in told]
         if not ranks or not all(factors for _, factors in ranks):
             return
         # On a rank with one sample, what is divided by the samples looks like a penalty.
@@ -476,6 +484,12 @@ _TOGETHER = (
     "the loss or the model takes statistics over the samples of a batch, or compares them with "
     "each other ({}), and a rank sees its own part only. heterog check SCRIPT shows whether that "
     "makes other updates. A plan runs such a step as one device does (heterog.deploy); {own}."
+)
+_NORMALISED = (
+    "the factors of the loss's terms are normalised over each rank's own samples (advantages, or "
+    "weights divided by their mean), where one process does so over all: take their sums over "
+    "ranks (torch.distributed.all_reduce), or for weights weigh((losses * weights).sum() / "
+    "weights.sum(), count=weights.sum()); {own}."
 )
 _SUMMED = (
     "the loss is a sum over samples, or a part of it is (its elements are {}), and a "

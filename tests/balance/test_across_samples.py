@@ -195,6 +195,41 @@ def test_a_rank_with_one_sample_does_not_hide_what_others_tell() -> None:
         check(penalised, 5, check(penalised, 3), check(penalised, 1))
 
 
+def normalised_factors(x: Tensor) -> Tensor:
+    """Policy gradients, with advantages that have the mean 0 on each rank."""
+    rewards = torch.rand(len(x), generator=torch.Generator().manual_seed(len(x)))
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+    ratio = (x[:, 0] - x[:, 0].detach()).exp()
+    clipped = ratio.clamp(0.8, 1.2) * advantages
+    return -torch.min(ratio * advantages, clipped).mean() + 0.1 * x.square().mean()
+
+
+def over_mean(x: Tensor) -> Tensor:
+    weights = torch.rand(len(x), generator=torch.Generator().manual_seed(len(x)))
+    return (x.square().mean(1) * weights / weights.mean()).mean()
+
+
+def signed(x: Tensor) -> Tensor:
+    """Labels, whose mean is 0 by chance."""
+    return (x.exp().mean(1) * torch.tensor([1.0, -1.0] * 3)[: len(x)]).mean()
+
+
+def weighted(x: Tensor) -> Tensor:
+    return (x.exp() * x.detach().abs().sqrt()).mean()
+
+
+@pytest.mark.parametrize("loss", [normalised_factors, over_mean])
+def test_factors_normalised_over_samples_are_warned_of(loss: Loss) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeterogWarning)
+        three = check(loss, 3)
+        check(loss, 3, three)
+        for apart in (signed, weighted):
+            check(apart, 4, check(apart, 2))
+    with pytest.warns(HeterogWarning, match="are normalised over each rank's own samples"):
+        check(loss, 5, three)
+
+
 def test_samples_put_together_are_warned_of_once() -> None:
     group = Other(check(spread, 3, []))
     counts = MeanCounts(group)
@@ -216,7 +251,7 @@ def test_rows_are_told_beside_any_number_of_means() -> None:
 
     for number in (0, 3, 5, 8):
         own = check(with_means(number), 5, [])
-        assert len(own) == 1 + 2 * 6 + 2 * 4 + 2
+        assert len(own) == 1 + 2 * 6 + 2 * 4 + 1 + 2
         assert own[-2] == 5.0
     with warnings.catch_warnings():
         warnings.simplefilter("error", HeterogWarning)
