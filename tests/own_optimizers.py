@@ -12,6 +12,7 @@ LOOKS: dict[str, UpdateScope] = {
     "momentum": UpdateScope.ELEMENT,
     "second moment": UpdateScope.ELEMENT,
     "sign": UpdateScope.ELEMENT,
+    "new memory": UpdateScope.ELEMENT,
     "own norm": UpdateScope.PARAMETER,
     "trust ratio": UpdateScope.PARAMETER,
     "centred": UpdateScope.PARAMETER,
@@ -63,7 +64,10 @@ class Own(torch.optim.Optimizer):
             if "calls in a group" in self.looks:
                 rate = rate / max(group["calls"], 1) ** 0.5
             for value in values:
-                value.sub_(update[value], alpha=rate)
+                if "new memory" in self.looks:
+                    value.data = value.data - rate * update[value]
+                else:
+                    value.sub_(update[value], alpha=rate)
 
     def _look(self, look: str, groups: list[list[Tensor]], update: dict[Tensor, Tensor]) -> None:
         if look == "norm of all":

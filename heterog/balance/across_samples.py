@@ -65,6 +65,12 @@ def _without_sink(node: Any, output: int) -> tuple[Any, int]:
     return node, output
 
 
+def reduction_of(node: Any) -> int | None:
+    """ATen's number of a loss's reduction; ``None`` for other nodes, as of a loss's gradient."""
+    is_gradient = "BackwardBackward" in node.name()
+    return None if is_gradient else getattr(node, "_saved_reduction", None)
+
+
 def rows_together(loss: Tensor, samples: float) -> RowsTogether | None:
     """Rows of samples over which a loss is no mean of the samples' own losses.
 
@@ -125,7 +131,7 @@ def _rows_of(node: Any, *, is_curved: bool) -> Iterator[int]:
 
 
 def _is_sum(node: Any) -> bool:
-    return node.name().startswith(_SUMS) or bool(getattr(node, "_saved_reduction", 0))
+    return node.name().startswith(_SUMS) or bool(reduction_of(node))
 
 
 def _first_rows(node: Any) -> Iterator[int]:

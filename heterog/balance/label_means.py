@@ -25,13 +25,14 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from heterog.balance.across_samples import inputs_of, maker_of, rows_together
+from heterog.balance.across_samples import inputs_of, maker_of, reduction_of, rows_together
 from heterog.balance.group import RankGroup
 from heterog.balance.loss_terms import (
     MOST_FACTORS,
     Factor,
     Ranks,
     factors_of,
+    is_normalised,
     summed,
     unlike_totals,
 )
@@ -175,9 +176,9 @@ def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | 
 def _is_sum(node: Any, samples: float) -> bool:
     """Whether a node is the sum of a loss over all samples, as far as that is certain."""
     if node.name() != "SumBackward0":
-        return getattr(node, "_saved_reduction", None) == _SUM
+        return reduction_of(node) == _SUM
     below = inputs_of(node)[0][0]
-    if getattr(below, "_saved_reduction", None) == _NONE:
+    if reduction_of(below) == _NONE:
         return True
     sizes = node._saved_self_sym_sizes
     is_of_samples = len(sizes) > 0 and sizes[0] == samples
@@ -237,7 +238,7 @@ def _is_mean(node: Any) -> bool:
     """Whether a node is the mean of all elements of something."""
     if node.name() == "MeanBackward1":
         return len(node._saved_dim) in (0, len(node._saved_self_sym_sizes))
-    return node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN
+    return node.name() == "MeanBackward0" or reduction_of(node) == _MEAN
 
 
 def _count_of(node: Any) -> float | None:
@@ -346,7 +347,8 @@ class MeanCounts:
             is_open = samples and not is_stated and not self._has_warned
             rows = (rows_together(loss, samples) if is_open else None) or (math.nan, math.nan)
             factors = [] if is_stated else factors_of(loss)
-            numbers = chain(*padded, _as_numbers(factors), rows)
+            normalised = bool(is_open) and is_normalised(loss, samples)
+            numbers = chain(*padded, _as_numbers(factors), [normalised], rows)
             told = self._group.gather([samples, *(float(n) for n in numbers)])
             told = [each for each in told if each[0]]
             self._compare(seen, told)
@@ -378,7 +380,14 @@ class MeanCounts:
         seen.counts = counts
 
     def _warn_of_rows(self, told: list[list[float]]) -> None:
-        """Warn if all ranks put rows together at one place, as many for each sample."""
+        """Warn if all ranks put rows together at one place, as many for each sample.
+
+        Or if all have factors that are normalised over their rows.
+        """
+        told = [each for each in told if each[0] > 1]  # any number is a multiple of one sample
+        if len({each[0] for each in told}) > 1 and all(each[-3] for each in told):
+            self._warn(HeterogWarning, _NORMALISED)
+            return
         if len({place for *_, place in told}) != 1:
             return
         pairs = [(each[0], each[-2]) for each in told]
@@ -390,14 +399,16 @@ class MeanCounts:
 
     def _compare_factors(self, told: list[list[float]]) -> None:
         """Compare the factors with which ranks add up the terms of a loss."""
-        ranks = [(each[0], _as_factors(each[1 + 2 * _MOST_COUNTS : -2])) for each in told]
+        ranks = [(each[0], _as_factors(each[1 + 2 * _MOST_COUNTS : -3])) for each in told]
         if not ranks or not all(factors for _, factors in ranks):
             return
-        numbers, totals = summed(ranks), unlike_totals(ranks)
+        # On a rank with one sample, what is divided by the samples looks like a penalty.
+        several = [each for each in ranks if each[0] > 1]
+        numbers, totals = summed(ranks), unlike_totals(several) if several else None
         if numbers is not None:
             raise BalanceError(_SUMMED.format(", ".join(_told(numbers, ranks))))
         if totals is not None and not self._has_warned:
-            self._warn(OwnSamplesWarning, _FACTORS, ", ".join(_told(totals, ranks)))
+            self._warn(OwnSamplesWarning, _FACTORS, ", ".join(_told(totals, several)))
 
     def _warn(self, kind: type[HeterogWarning], text: str, told: str = "") -> None:
         self._has_warned = True
@@ -473,6 +484,12 @@ _TOGETHER = (
     "the loss or the model takes statistics over the samples of a batch, or compares them with "
     "each other ({}), and a rank sees its own part only. heterog check SCRIPT shows whether that "
     "makes other updates. A plan runs such a step as one device does (heterog.deploy); {own}."
+)
+_NORMALISED = (
+    "the factors of the loss's terms are normalised over each rank's own samples (advantages, or "
+    "weights divided by their mean), where one process does so over all: take their sums over "
+    "ranks (torch.distributed.all_reduce), or for weights weigh((losses * weights).sum() / "
+    "weights.sum(), count=weights.sum()); {own}."
 )
 _SUMMED = (
     "the loss is a sum over samples, or a part of it is (its elements are {}), and a "

@@ -11,9 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from heterog.balance.across_samples import inputs_of, maker_of
+from heterog.balance.across_samples import inputs_of, maker_of, reduction_of
 
 MOST_FACTORS = 4
 """Most unlike factors of one loss that ranks compare; a loss with more is not compared."""
@@ -26,6 +27,7 @@ _KEEPS = (
     *("Unsqueeze", "Transpose", "TBackward", "Permute"),
 )
 _ADDS = ("AddBackward", "SubBackward", "RsubBackward", "Neg", "Stack", "Cat")
+_CHOOSES = ("Minimum", "Maximum", "Clamp", "Where")
 _PRODUCTS = ("MulBackward", "DivBackward")
 """Beginnings of names of nodes."""
 
@@ -64,13 +66,58 @@ def factors_of(loss: Tensor) -> list[Factor]:
         node, output, factor = waiting.pop(0)
         below = _below(node, factor)
         if below is None:
-            is_sum = getattr(node, "_saved_reduction", None) == _SUM
+            is_sum = reduction_of(node) == _SUM
             number = node._saved_self.numel() if is_sum else _numel(node, output)
             key = next((each for each in found if math.isclose(each, factor)), factor)
             found[key] = found.get(key, 0.0) + factor * number
         else:
             waiting += below
     return [] if waiting else [Factor(*each) for each in found.items()]
+
+
+def is_normalised(loss: Tensor, samples: float) -> bool:
+    """Whether factors of a loss's terms, one or more for each sample, are normalised over these.
+
+    Their mean is 0, as that of normalised advantages, or 1, as that of weights divided by their
+    mean. Whole numbers (labels) are left out, and factors that are alike for all samples.
+
+    >>> import torch
+    >>> x, given = torch.ones(3, 2, requires_grad=True), torch.tensor([[0.5], [1.0], [4.0]])
+    >>> [is_normalised(-(x.exp() * each).mean(), 3) for each in (given - given.mean(), given)]
+    [True, False]
+    >>> is_normalised(torch.minimum(x.exp() * given / given.mean(), x.exp()).mean(), 3)
+    True
+    """
+    waiting: list[tuple[Any, float]] = [(maker_of(loss)[0], 1.0)]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return False
+        node, factor = waiting.pop(0)
+        name = node.name()
+        if name.startswith(_PRODUCTS):
+            constant = _constant_of(node)
+            number = _number(constant)
+            if number is None:
+                if isinstance(constant, Tensor) and _has_mean_of(constant, samples, factor):
+                    return True
+                continue
+            factor *= (1 / number if number else 0.0) if name.startswith("Div") else number
+        elif not name.startswith((*_KEEPS, *_ADDS, *_CHOOSES, "SumBackward", "MeanBackward")):
+            continue
+        waiting += [(below, factor) for below, _ in inputs_of(node) if below is not None]
+    return False
+
+
+def _has_mean_of(constant: Tensor, samples: float, factor: float) -> bool:
+    """Whether unlike rows of a tensor have the mean 0 or, times a factor or not, 1."""
+    if not constant.is_floating_point() or constant.is_meta or constant.shape[:1] != (samples,):
+        return False
+    rows = constant.detach().double().reshape(len(constant), -1).mean(1)
+    mean, size = float(rows.mean()), float(rows.abs().mean())
+    if not float((rows - mean).abs().max()) > 1e-3 * size or torch.equal(rows, rows.round()):
+        return False
+    known = (abs(mean) <= _SAME * size, *(is_alike([abs(mean * by), 1.0]) for by in (1, factor)))
+    return any(known)
 
 
 def summed(told: Ranks) -> list[float] | None:

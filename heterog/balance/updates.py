@@ -9,10 +9,11 @@ second call in a step has any consequence.
 ``OpenSteps`` has the current step of each loop: several if loops are nested or run side by side.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ class OpenStep:
         is_timed: Whether no other loop has run inside this step.
         is_left: Whether another loop has trained for several steps since.
         outer_weights: Weights of this step's losses while another loop runs inside it.
+        thread: Identifier of the thread that the loop runs in.
     """
 
     sampler: ShareSampler
@@ -148,6 +150,7 @@ class OpenStep:
     is_timed: bool = True
     is_left: bool = False
     outer_weights: tuple[Any, ...] | None = None
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class OpenSteps:
@@ -217,8 +220,15 @@ class OpenSteps:
         """Check that the weight of a training loss does not depend on the step that it is of.
 
         Raises:
-            BalanceError: loops are in several steps, and this rank's part of them differs.
+            BalanceError: loops are in several steps, and this rank's part of them differs; or the
+                loop takes its batches in another thread.
         """
+        if self.current.thread != threading.get_ident():
+            raise BalanceError(
+                "the loader's batches are taken in another thread than the one that weighs their "
+                "losses, so a loss may be weighed with the step of a later batch. Loop over the "
+                "loader itself; workers load ahead: balancer.loader(dataset, num_workers=2)."
+            )
         parts = {
             (each.deal.samples[rank], sum(each.deal.samples))
             for each in self._steps

@@ -171,10 +171,12 @@ class Kind:
     Attributes:
         num_dims: Number of its dimensions.
         is_complex: Whether its elements are complex numbers.
+        notes: Names of the attributes that the model gave it (``p.lr_scale = 0.1``).
     """
 
     num_dims: int
     is_complex: bool = False
+    notes: frozenset[str] = frozenset()
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -352,6 +354,17 @@ class _Piece:
     cut: Callable[[Sequence[Tensor]], Tensor]
 
 
+class _Noted(nn.Parameter):
+    """A parameter without notes of a model, which remembers those that an optimizer looks for."""
+
+    asked: set[str]
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for an attribute that no tensor has."""
+        vars(self).get("asked", set()).add(name)
+        raise AttributeError(f"no parameter of a probe has an attribute '{name}'")
+
+
 class _Probe:
     """An optimizer class, and parameters and gradients to step it with."""
 
@@ -374,6 +387,7 @@ class _Probe:
         self.values: list[Tensor] = []
         self.gradients: list[list[Tensor]] = [[] for _ in scales]
         self.epsilon = 100 * torch.finfo(dtype).eps
+        self.asked: set[str] = set()  # attributes that the optimizer looks for in vain
         draw = torch.Generator().manual_seed(0)
         for number, group in enumerate(groups):
             for kind in group.kinds:
@@ -422,7 +436,9 @@ class _Probe:
                 is_alike = False
             if not is_alike:
                 return UpdateScope.PARAMETER
-        return UpdateScope.ELEMENT
+        # Only whole parameters have the notes that the model gave them.
+        notes = frozenset().union(*(kind.notes for each in self.groups for kind in each.kinds))
+        return UpdateScope.PARAMETER if notes & self.asked else UpdateScope.ELEMENT
 
     def _flat_slices(self) -> list[_Piece]:
         """The parameters of each group, joined to one flat tensor and cut at odd places."""
@@ -462,7 +478,9 @@ class _Probe:
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
         calls = list(calls)
-        values = [nn.Parameter(piece.cut(self.values).clone()) for piece in pieces]
+        values = [_Noted(piece.cut(self.values).clone()) for piece in pieces]
+        for value in values:
+            value.asked = self.asked
         groups = [
             {
                 **probe_options(group.options),

@@ -140,21 +140,21 @@ def test_checkpointed_layers_are_not_computed_again() -> None:
 
 
 class Other(RankGroup):
-    """A group of two in which the other rank says something."""
+    """A group in which the other ranks say something."""
 
     own: list[float]
 
-    def __init__(self, told: list[float]) -> None:
+    def __init__(self, *told: list[float]) -> None:
         self.told = told
 
     def gather(self, numbers: object) -> list[list[float]]:
         own = self.own = list(numbers)  # type: ignore[call-overload]
-        return [own, (self.told + [math.nan] * len(own))[: len(own)]]
+        return [own, *((told + [math.nan] * len(own))[: len(own)] for told in self.told)]
 
 
-def check(loss: Loss, samples: int, told: list[float], width: int = WIDTH) -> list[float]:
-    """Compare a loss with what another rank told; returns what this one tells."""
-    group = Other(told)
+def check(loss: Loss, samples: int, *told: list[float], width: int = WIDTH) -> list[float]:
+    """Compare a loss with what other ranks told; returns what this one tells."""
+    group = Other(*told)
     x = torch.randn(samples, width, requires_grad=True)
     MeanCounts(group).check(loss(x), samples, 0, looks=True)
     return group.own
@@ -175,6 +175,59 @@ def test_only_ranks_with_unlike_many_samples_tell() -> None:
         HeterogWarning, match=r"\(5 for 5 samples, 3 for 3 samples\).*heterog.deploy"
     ):
         check(spread, 5, three)
+
+
+def contrast(x: Tensor) -> Tensor:
+    scores = functional.normalize(x, dim=1) @ functional.normalize(x, dim=1).T
+    return (torch.logsumexp(scores - torch.eye(len(x)), 1) - scores.mean(1)).mean()
+
+
+def test_a_rank_with_one_sample_does_not_hide_what_others_tell() -> None:
+    """Its places, where any number is a multiple of its samples, may be others."""
+    with pytest.warns(HeterogWarning, match=r"\(5 for 5 samples, 3 for 3 samples\)"):
+        check(contrast, 5, check(contrast, 3), check(contrast, 1))
+
+    def penalised(x: Tensor) -> Tensor:
+        return functional.cross_entropy(x, torch.arange(len(x))) + x.square().sum(1).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeterogWarning)
+        check(penalised, 5, check(penalised, 3), check(penalised, 1))
+
+
+def normalised_factors(x: Tensor) -> Tensor:
+    """Policy gradients, with advantages that have the mean 0 on each rank."""
+    rewards = torch.rand(len(x), generator=torch.Generator().manual_seed(len(x)))
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+    ratio = (x[:, 0] - x[:, 0].detach()).exp()
+    clipped = ratio.clamp(0.8, 1.2) * advantages
+    return -torch.min(ratio * advantages, clipped).mean() + 0.1 * x.square().mean()
+
+
+def over_mean(x: Tensor) -> Tensor:
+    weights = torch.rand(len(x), generator=torch.Generator().manual_seed(len(x)))
+    return (x.square().mean(1) * weights / weights.mean()).mean()
+
+
+def signed(x: Tensor) -> Tensor:
+    """Labels, whose mean is 0 by chance."""
+    return (x.exp().mean(1) * torch.tensor([1.0, -1.0] * 3)[: len(x)]).mean()
+
+
+def weighted(x: Tensor) -> Tensor:
+    return (x.exp() * x.detach().abs().sqrt()).mean()
+
+
+@pytest.mark.parametrize("loss", [normalised_factors, over_mean])
+def test_factors_normalised_over_samples_are_warned_of(loss: Loss) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeterogWarning)
+        three = check(loss, 3)
+        check(loss, 3, three)
+        for apart in (signed, weighted):
+            check(apart, 4, check(apart, 2))
+    with pytest.warns(HeterogWarning, match="are normalised over each rank's own samples"):
+        check(loss, 5, three)
 
 
 def test_samples_put_together_are_warned_of_once() -> None:
@@ -198,7 +251,7 @@ def test_rows_are_told_beside_any_number_of_means() -> None:
 
     for number in (0, 3, 5, 8):
         own = check(with_means(number), 5, [])
-        assert len(own) == 1 + 2 * 6 + 2 * 4 + 2
+        assert len(own) == 1 + 2 * 6 + 2 * 4 + 1 + 2
         assert own[-2] == 5.0
     with warnings.catch_warnings():
         warnings.simplefilter("error", HeterogWarning)
@@ -221,7 +274,7 @@ def test_widths_in_proportion_to_samples_are_no_samples(layer: Callable[[Tensor]
         assert [each and each.number for each in found] == [12, 8]
     with warnings.catch_warnings():
         warnings.simplefilter("error", HeterogWarning)
-        check(loss, 6, check(loss, 4, [], 8), 8)
+        check(loss, 6, check(loss, 4, width=8), width=8)
 
 
 def test_strided_nested_tensors_have_no_shape() -> None:

@@ -103,7 +103,14 @@ def test_losses_of_kernels_hide_what_they_are_means_over() -> None:
         check_mean_over_samples(0.5 * made + scores().mean(), 4)
 
 
+def slope(x: Tensor) -> Tensor:
+    """The size of a loss's gradient, whose node has a reduction but is no mean."""
+    total = labels(x) + functional.mse_loss(x, torch.zeros_like(x))
+    return torch.autograd.grad(total, x, create_graph=True)[0].square().sum(1).mean()
+
+
 COUNTS: tuple[tuple[Loss, list[float]], ...] = (
+    (slope, [4]),
     (lambda x: functional.mse_loss(x, torch.zeros_like(x)), [12]),
     (lambda x: functional.l1_loss(x, torch.zeros_like(x)) / 2 + x.mean((0, 1)), [12, 2, 12]),
     (lambda x: x.mean(1).mean(), [4]),

@@ -1,6 +1,7 @@
 """Gradients, losses and replicas where updates are not those of one plain loss."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -250,3 +251,15 @@ def _weigh(loss: Any) -> None:
     balancer = Balancer(global_batch_size=4)
     for _ in balancer.loader(numbers()):
         balancer.weigh(loss)
+
+
+def test_batches_taken_in_another_thread_are_refused() -> None:
+    """A prefetcher of one's own would weigh losses with the steps of later batches."""
+    balancer = Balancer(nn.Linear(2, 1), global_batch_size=4)
+    batches = iter(balancer.loader(TensorDataset(torch.ones(8, 2))))
+    with ThreadPoolExecutor(1) as other:
+        (x,) = other.submit(next, batches).result()
+    with pytest.raises(BalanceError, match="taken in another thread"):
+        balancer.weigh(nn.Linear(2, 1)(x).mean())
+    (x,) = next(batches)
+    balancer.weigh(nn.Linear(2, 1)(x).mean())

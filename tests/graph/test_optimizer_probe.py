@@ -2,6 +2,8 @@
 
 import random
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -149,6 +151,31 @@ def test_graphs_keep_what_was_seen() -> None:
 def test_options_decide() -> None:
     assert capture(workload_of(Own, {"looks": ("sign",)})).scope == UpdateScope.ELEMENT
     assert capture(workload_of(Own, {"looks": ("rows",)})).scope == UpdateScope.PARAMETER
+
+
+def test_notes_of_parameters_need_whole_parameters() -> None:
+    """Slices of ZeRO have no attributes, so ``p.rate = 3.0`` would be lost without a word."""
+
+    class Noting(Own):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for value in group["params"]:
+                    if value.grad is not None:
+                        value.grad.mul_(getattr(value, "rate", 1.0))
+            super().step(closure)
+
+    def noted() -> nn.Module:
+        model = nn.Linear(3, 2)
+        vars(model.bias)["rate"] = 3.0
+        return model
+
+    def scope(optimizer: type[torch.optim.Optimizer], model: Callable[[], nn.Module]) -> str:
+        workload = replace(workload_of(optimizer, {}), model=model)
+        return capture(workload).scope
+
+    assert scope(Noting, noted) == UpdateScope.PARAMETER
+    assert scope(Noting, lambda: nn.Linear(3, 2)) == scope(Own, noted) == UpdateScope.ELEMENT
+    assert scope(torch.optim.Adam, noted) == UpdateScope.ELEMENT
 
 
 def test_a_partial_optimizer_is_its_class_with_options() -> None:

@@ -32,6 +32,7 @@ from tests.thorough import cases
 STEPS = 3
 MADE: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "elementwise": (Own, ("momentum", "sign")),
+    "replacing": (Own, ("momentum", "new memory")),
     "of parameters": (AdamW, ("momentum", "calls")),
     "counting": (Own, ("momentum", "calls in a group")),
     "lookahead": (Lookahead, ()),

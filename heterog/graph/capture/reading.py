@@ -477,7 +477,9 @@ class Reader:
         kinds: list[dict[Kind, None]] = [{} for _ in self.groups]
         for parameter in trained:
             meta = self.tensors[parameter]
-            kind = Kind(len(meta.shape), meta.dtype.startswith("complex"))
+            value = self.parameters[meta.name]
+            notes = vars(value).keys() - vars(value.detach()).keys() - {"_is_param"}
+            kind = Kind(len(meta.shape), meta.dtype.startswith("complex"), frozenset(notes))
             kinds[group_of[meta.name]].setdefault(kind)
         return update_scope(
             self.workload.optimizer,

@@ -162,6 +162,8 @@ class WeightServer:
         self._server = strategy.own_mode(AsynchronousServer)
         rows = [row for row, home in enumerate(server_of_rows(graph, strategy)) if home == rank]
         self.values = {row: nn.Parameter(parameters[row].detach().clone()) for row in rows}
+        for row, value in self.values.items():
+            vars(value).update(vars(parameters[row]))  # attributes, which optimizers may read
         self.optimizer = make_optimizer(self.values)
         self.error: Exception | None = None
         self.most_ahead = 0

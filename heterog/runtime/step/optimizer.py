@@ -168,6 +168,7 @@ class Masters:
         if dtype is None or value.dtype == dtype or not value.is_floating_point():
             return value
         copy = nn.Parameter(value.detach().to(dtype))
+        vars(copy).update(vars(value))  # attributes, which optimizers may read
         self._copies[id(value)], self._values[id(copy)] = copy, value
         return copy
 
@@ -489,10 +490,14 @@ class Updates:
                 gradient = gradient.to(torch.promote_types(gradient.dtype, stepped.dtype))
                 gradient = gradient * scale.to(gradient.dtype)
             stepped.grad = gradient.to(stepped.dtype)
+        memory = [(stepped, stepped.detach()) for stepped, _ in pairs]
         with _only_with_gradients(self._optimizer), self._options.of(step.options):
             self._optimizer.step()
-        for stepped, _ in pairs:
+        for stepped, own in memory:
             stepped.grad = None
+            if stepped.data_ptr() != own.data_ptr():  # param.data = ..., and others read a view
+                own.copy_(stepped.detach())
+                stepped.data = own
 
 
 def lying_like(stepped: Tensor, total: Tensor) -> Tensor:
