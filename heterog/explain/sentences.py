@@ -161,8 +161,13 @@ def _limits(facts: "Explanation") -> str:
     # Rounded so that they add up to 100.
     parts = split_in_proportion(100, tuple(seconds_of(some) for some in by_limit.values()))
     percent = dict(zip(by_limit, parts, strict=True))
+
+    def on_devices(limit: Limit) -> str:
+        return _on_devices(facts, by_limit[limit])
+
     words: dict[Limit, Callable[[], str]] = {
-        Limit.COMPUTE: lambda: f"is compute{_on_devices(facts, by_limit[Limit.COMPUTE])}",
+        Limit.COMPUTE: lambda: f"is compute{on_devices(Limit.COMPUTE)}",
+        Limit.HOST: lambda: f"waits for the host to issue kernels{on_devices(Limit.HOST)}",
         Limit.LINK: lambda: f"waits for links{_for_links(facts, by_limit[Limit.LINK])}",
         Limit.LATENCY: lambda: "is latency, which bandwidth does not shorten",
         Limit.WAIT: lambda: "is spent waiting without a cause in the schedule",

@@ -538,11 +538,18 @@ def _recomputed(explanation: Explanation) -> str:
 
 _LIMITS = {
     Limit.COMPUTE: "compute",
+    Limit.HOST: "issuing kernels",
     Limit.LINK: "links",
     Limit.LATENCY: "latency",
     Limit.WAIT: "waiting",
 }
-_ON = {Limit.COMPUTE: "on", Limit.LINK: "for the", Limit.LATENCY: "of the", Limit.WAIT: "for"}
+_ON = {
+    Limit.COMPUTE: "on",
+    Limit.HOST: "for",
+    Limit.LINK: "for the",
+    Limit.LATENCY: "of the",
+    Limit.WAIT: "for",
+}
 
 
 def _limits(explanation: Explanation, most_places: int) -> str:
