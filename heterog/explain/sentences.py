@@ -101,6 +101,9 @@ def recommendation(facts: "Explanation") -> str:
     elif facts.quickly_found_s is not None:
         words = "Plan again with a larger budget before running this plan: a quick search on the "
         words += f"same cluster already found {format_seconds(facts.quickly_found_s)}."
+    elif (simple_s := facts.faster_reference_s) is not None:
+        words = f"Plan with {quality.data_parallel} as well ({_METHODS[quality.data_parallel]}): "
+        words += f"it {_beside(simple_s, facts.step_time_s)}."
     else:  # what is idle need not be reserved: exports for Slurm and Kubernetes leave it out
         unused = types_in_words(facts.plan.cluster, facts.decided.idle)
         words = f"Run this plan{f'; {unused} not used' if unused else ''}."
