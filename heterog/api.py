@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from numbers import Integral
 
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, default_methods
 from heterog.cluster import Cluster
@@ -11,6 +12,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget
 from heterog.methods.registry import AUTO
+from heterog.names import items_of
 from heterog.runtime.measure.rehearsal import rehearsal_of
 from heterog.search.issue_order import Rehearse
 from heterog.search.objective import FASTEST, Objective
@@ -53,7 +55,7 @@ def plan(
     """
     graph, rehearse = _captured(workload)
     known = default_methods(policy)
-    methods = method.split(",") if isinstance(method, str) else method
+    methods = items_of("method", method.split(",") if isinstance(method, str) else method, str)
     if policy != DEFAULT_POLICY and not {AUTO, *LEARNED} & set(methods):
         warnings.warn(
             f"policy {policy!r} has no effect on {', '.join(methods)}; only "
@@ -64,7 +66,7 @@ def plan(
     request = Request(
         graph=graph,
         cluster=cluster,
-        methods=tuple(methods),
+        methods=methods,
         known=known,
         budget=Budget.parse(budget) if isinstance(budget, str) else budget,
         seed=seed,
@@ -137,8 +139,8 @@ def layout(
         recompute=named("recompute", recompute, {each.value: each for each in Recompute}),
         schedule=schedule,
         chunks=chunks,
-        layers=tuple(layers),
-        split=tuple(split),
+        layers=items_of("layers", layers, Integral),
+        split=items_of("split", split, str),
     )
     graph, rehearse = _captured(workload)
     request = Request(

@@ -34,13 +34,13 @@ class UnknownNameError(HeterogError):
     unknown model 'bert_lage'; did you mean 'bert_large'? Known: bert_large, vgg19.
     """
 
-    def __init__(self, what: str, name: str, known: Iterable[str], *, advice: str = "") -> None:
+    def __init__(self, what: str, name: object, known: Iterable[str], *, advice: str = "") -> None:
         if advice:  # if too many are known to list them all
             super().__init__(f"unknown {what} '{name}'; {advice}")
             return
         names = sorted(known)
         super().__init__(
-            f"unknown {what} '{name}'{nearest(name, names)} Known: {', '.join(names)}."
+            f"unknown {what} '{name}'{nearest(str(name), names)} Known: {', '.join(names)}."
         )
 
 
@@ -50,13 +50,13 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else "."
 
 
-def named(what: str, name: str, known: Mapping[str, _Named]) -> _Named:
+def named(what: str, name: object, known: Mapping[str, _Named]) -> _Named:
     """The value of a name in a table.
 
     Raises:
-        UnknownNameError: the table lacks the name.
+        UnknownNameError: the table lacks the name, or it is no text.
     """
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise UnknownNameError(what, name, known)
     return known[name]
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from heterog.errors import HeterogError, InputFileError
+from heterog.names import shown
 from heterog.units import MIB, format_bytes
 
 CHECKPOINT_INDEX = "checkpoint.json"
@@ -33,6 +34,17 @@ _BESIDE = ".heterog-"
 _MOST_MEMORY = 256 * MIB
 # Bytes in CPython of a list or an object (with its slot), a text, and anything else.
 _CONTAINER_BYTES, _TEXT_BYTES, _VALUE_BYTES = 96, 72, 40
+
+
+def as_path(path: object) -> Path:
+    """The path that a person gave.
+
+    Raises:
+        InputFileError: it is neither a text nor a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InputFileError(f"{shown(path)} is no path; give a text or a pathlib.Path.")
+    return Path(path)
 
 
 def check_writable(path: str | Path) -> Path:
@@ -80,6 +92,7 @@ _NO_FILE = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a d
 
 def _existing(path: str | Path) -> tuple[Path, os.stat_result | None]:
     """The path with links followed, and what is there, if anything."""
+    path = as_path(path)
     try:
         # Links are resolved, so that a write replaces the file and not a link to it.
         target = Path(os.path.realpath(path))
@@ -211,7 +224,7 @@ def read_bytes(path: str | Path, what: str, most_bytes: int) -> bytes:
     Raises:
         InputFileError: the file is missing, unreadable, no regular file, too large or cut off.
     """
-    source = Path(path)
+    source = as_path(path)
     try:
         # Opening a pipe would wait for its writer.
         handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

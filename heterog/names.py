@@ -7,7 +7,12 @@ Python. Everything that is written into such a file is escaped all the same.
 
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from heterog.errors import HeterogError
+
+_Item = TypeVar("_Item")
 
 MAX_NAME = 200
 MAX_TEXT = 4000
@@ -93,6 +98,22 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = _BRIEF.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def items_of(name: str, value: object, kind: type[_Item]) -> tuple[_Item, ...]:
+    """The items of an argument that is to be a sequence of texts, or of numbers.
+
+    >>> items_of("layers", [2, 4], int)
+    (2, 4)
+
+    Raises:
+        HeterogError: it is something else.
+    """
+    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+    if not all(isinstance(each, kind) for each in items):
+        wanted = "texts" if kind is str else "whole numbers"
+        raise HeterogError(f"`{name}` is {shown(value)}; give a list of {wanted}.")
+    return items
 
 
 def refuse_link(name: str, own: str) -> None:

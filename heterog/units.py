@@ -108,7 +108,7 @@ def format_seconds(seconds: float) -> str:
     ('412.3 ms', '25.0 us', '83.00 s')
     """
     if seconds >= 1.0:
-        return f"{seconds:.2f} s"
+        return f"{seconds:,.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
@@ -120,7 +120,7 @@ def format_range(low_s: float, high_s: float, around_s: float) -> str:
     """
     unit = 1.0 if around_s >= 1.0 else 1e3 if around_s >= 1e-3 else 1e6
     digits = 2 if around_s >= 1.0 else 1
-    return f"{low_s * unit:.{digits}f} to {high_s * unit:.{digits}f}"
+    return f"{low_s * unit:,.{digits}f} to {high_s * unit:,.{digits}f}"
 
 
 def format_bytes_range(low: float, high: float, around: float) -> str:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import heterog
 from heterog.cli import app
+from heterog.cli.once import EachOnce
 from heterog.cli.plan import _tell_overrun
 from heterog.cli.run import heal_options
 from heterog.envs.toy import chain_graph, toy_cluster
@@ -40,6 +41,37 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
     done = CliRunner().invoke(app, asked)
     assert isinstance(done.exception, HeterogError)
     assert text in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ([*PLAN, "--budget", "1s", "--budget=2s"], "--budget is given twice."),
+        ([*PLAN, "-o", "a.json", "--output", "b.json"], "--output is given twice."),
+        (
+            ["compare", "--models", "vgg19", "--models", "gpt2", "--clusters", "rtx_mixed"],
+            "--models is given twice; names go into one, with commas.",
+        ),
+        (["check", "--ranks", "2", "--ranks", "3", "train.py"], "--ranks is given twice."),
+        (["bench", "agents", "--seeds", "1", "--seeds", "2"], "--seeds is given twice."),
+        (["check", "--shares", "3,1", "--shares", "1,3", "none.py"], "there is no script"),
+        (["check", "none.py", "--lr", "1", "--lr", "2"], "there is no script"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_second_value_of_an_option_is_refused(asked: list[str], text: str) -> None:
+    done = CliRunner().invoke(app, asked)
+    assert isinstance(done.exception, HeterogError)
+    assert text in str(done.exception)
+
+
+def test_every_command_refuses_second_values() -> None:
+    groups = [app, *(group.typer_instance for group in app.registered_groups)]
+    commands = [each for group in groups for each in group.registered_commands]
+    assert [
+        each.callback for each in commands if not issubclass(each.cls or object, EachOnce)
+    ] == []
+    assert len(commands) > 20
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,11 @@ from heterog.agents.proposals import (
     Proposed,
     answer_s,
 )
+from heterog.errors import HeterogError
 from heterog.methods.local_search.planner import Lead, LocalSearch
 from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
+from heterog.names import shown
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 
@@ -363,7 +365,12 @@ def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
     Args:
         policy: Name of a shipped policy, or a file; any but the default is loaded at once, so that
             mistakes show early.
+
+    Raises:
+        HeterogError: it is no text, or no policy can be read there.
     """
+    if not isinstance(policy, str):
+        raise HeterogError(f"`policy` is {shown(policy)}; give a name or the path of a file.")
     if policy != DEFAULT_POLICY:
         _loaded(policy)
     return Agent(policy), AgentSearch(policy)

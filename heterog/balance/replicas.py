@@ -120,8 +120,11 @@ def check_data_parallel(model: nn.Module, num_ranks: int) -> None:
     """Check that no ranks share a layer, which would need the same samples.
 
     Raises:
-        BalanceError: a parameter is split beside FSDP, or is averaged over a part of the ranks.
+        BalanceError: a parameter is split beside FSDP, or is averaged over a part of the ranks;
+            or it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise BalanceError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     sharded = {
         id(each)
         for module in model.modules()

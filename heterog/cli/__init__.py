@@ -11,7 +11,8 @@ input ends with exit code 2 and one clear line.
 - ``train`` has the commands about agents, ``schedule`` the one about arriving jobs, ``listing``
   lists names and makes files of graphs and machines.
 - Shared: ``common`` has options, printing and Ctrl-C, ``outputs`` the files and streams that
-  commands write and the spelling of settings in errors, ``completion`` completes in shells.
+  commands write and the spelling of settings in errors, ``completion`` completes in shells,
+  ``once`` refuses options given twice.
 """
 
 import atexit
@@ -26,6 +27,7 @@ import typer
 import heterog
 from heterog.cli import calibrate, check, compare, listing, plan, run, schedule, train
 from heterog.cli.common import INTERRUPTED, interrupts_told
+from heterog.cli.once import EachOnce
 from heterog.cli.outputs import errors_spelled, outputs_checked, standard_streams
 from heterog.cli.run_file import FromRunFile
 from heterog.errors import HeterogError, HeterogWarning
@@ -45,22 +47,24 @@ for _command in (
     *(schedule.schedule, calibrate.profile, calibrate.calibrate, calibrate.fidelity),
     *(plan.report, plan.export),
 ):
-    _kind = FromRunFile if _command is plan.plan else None
+    _kind = FromRunFile if _command is plan.plan else EachOnce
     app.command(cls=_kind)(errors_spelled(outputs_checked(_command)))
 # What follows the script is the script's, options too.
-app.command(context_settings={"allow_interspersed_args": False})(errors_spelled(check.check))
+app.command(cls=EachOnce, context_settings={"allow_interspersed_args": False})(
+    errors_spelled(check.check)
+)
 
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
-cluster_app.command("detect")(errors_spelled(outputs_checked(listing.detect)))
+cluster_app.command("detect", cls=EachOnce)(errors_spelled(outputs_checked(listing.detect)))
 app.add_typer(cluster_app, name="cluster")
 
 bench_app = typer.Typer(help="Compare methods on suites.", no_args_is_help=True)
-bench_app.command("agents")(errors_spelled(outputs_checked(train.agents)))
+bench_app.command("agents", cls=EachOnce)(errors_spelled(outputs_checked(train.agents)))
 app.add_typer(bench_app, name="bench")
 
 policy_app = typer.Typer(help="Share policies.", no_args_is_help=True)
-policy_app.command("pack")(errors_spelled(outputs_checked(train.pack)))
-policy_app.command("pull")(errors_spelled(outputs_checked(train.pull)))
+policy_app.command("pack", cls=EachOnce)(errors_spelled(outputs_checked(train.pack)))
+policy_app.command("pull", cls=EachOnce)(errors_spelled(outputs_checked(train.pull)))
 app.add_typer(policy_app, name="policy")
 
 

@@ -173,9 +173,9 @@ def _verdict(found: Plan) -> str:
         f"{format_seconds(found.lower_bound_s)} by any strategy with a step barrier."
     )
     for each in found.gains:
-        text += f" {each.speedup:.2f}x over {each.over}"
+        text += f" {each.speedup:,.2f}x over {each.over}"
         if each.low < each.high:
-            text += f" ({each.low:.2f}x to {each.high:.2f}x if predictions are off)"
+            text += f" ({each.low:,.2f}x to {each.high:,.2f}x if predictions are off)"
         text += "."
     simple = found.gains[0] if found.gains else None
     is_simple = found.method in (*DATA_PARALLEL, *REFERENCES)

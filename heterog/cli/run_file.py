@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
+from heterog.cli.once import EachOnce
 from heterog.errors import InputFileError, UnknownNameError
 from heterog.files import decoded, read_bytes, write_atomically
 from heterog.names import shown
@@ -20,7 +20,7 @@ _SUFFIXES = (".yaml", ".yml")
 _WHAT = "run file"
 
 
-class FromRunFile(TyperCommand):
+class FromRunFile(EachOnce):
     """A command whose first argument, a text, may be a run file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -55,7 +55,7 @@ from heterog.cluster.schema import (
 )
 from heterog.cluster.topology import SCHEMA_VERSION, Cluster, Execution, Sends, Tf32
 from heterog.errors import ClusterError, InputFileError, UnknownNameError
-from heterog.files import read_bytes
+from heterog.files import as_path, read_bytes
 from heterog.records import Int32, Record, parse_record
 
 _PRESETS = resources.files("heterog.cluster") / "presets"
@@ -84,7 +84,7 @@ def load_cluster(
         kind: What a name that does not exist is called.
         folder: The files of the clusters that are built in.
     """
-    path, names = Path(source), yaml_names(folder)
+    path, names = as_path(source), yaml_names(folder)
     if isinstance(source, str) and source in names:
         text = (folder / f"{source}.yaml").read_text(encoding="utf-8")
         return parse_cluster(text, Path(f"{source}.yaml"))

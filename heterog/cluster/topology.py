@@ -31,6 +31,7 @@ from heterog.cluster.hardware import (
     check_share,
 )
 from heterog.errors import ClusterError
+from heterog.files import as_path
 from heterog.grouped import grouped
 from heterog.names import first_of
 
@@ -503,7 +504,7 @@ class Cluster:
             save_cluster,  # the file format is built on this module
         )
 
-        save_cluster(self, Path(path))
+        save_cluster(self, as_path(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values, without reference to the catalogue or to presets."""

@@ -172,6 +172,13 @@ class Explanation:
         is_shorter = before is not None and before < self.step_time_s * (1.0 - SUFFICES)
         return before if is_shorter and self.fit.is_ok else None
 
+    @property
+    def faster_reference_s(self) -> float | None:
+        """Step time of tuned data parallelism, if nobody asked for it and it is shorter by 1 %."""
+        reference_s = self.quality.data_parallel_s
+        is_shorter = reference_s is not None and reference_s < self.step_time_s * (1.0 - SUFFICES)
+        return reference_s if is_shorter else None
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the words and the facts, without the plan."""
         return {

@@ -101,6 +101,9 @@ def recommendation(facts: "Explanation") -> str:
     elif facts.quickly_found_s is not None:
         words = "Plan again with a larger budget before running this plan: a quick search on the "
         words += f"same cluster already found {format_seconds(facts.quickly_found_s)}."
+    elif (simple_s := facts.faster_reference_s) is not None:
+        words = f"Plan with {quality.data_parallel} as well ({_METHODS[quality.data_parallel]}): "
+        words += f"it {_beside(simple_s, facts.step_time_s)}."
     else:  # what is idle need not be reserved: exports for Slurm and Kubernetes leave it out
         unused = types_in_words(facts.plan.cluster, facts.decided.idle)
         words = f"Run this plan{f'; {unused} not used' if unused else ''}."
@@ -161,8 +164,13 @@ def _limits(facts: "Explanation") -> str:
     # Rounded so that they add up to 100.
     parts = split_in_proportion(100, tuple(seconds_of(some) for some in by_limit.values()))
     percent = dict(zip(by_limit, parts, strict=True))
+
+    def on_devices(limit: Limit) -> str:
+        return _on_devices(facts, by_limit[limit])
+
     words: dict[Limit, Callable[[], str]] = {
-        Limit.COMPUTE: lambda: f"is compute{_on_devices(facts, by_limit[Limit.COMPUTE])}",
+        Limit.COMPUTE: lambda: f"is compute{on_devices(Limit.COMPUTE)}",
+        Limit.HOST: lambda: f"waits for the host to issue kernels{on_devices(Limit.HOST)}",
         Limit.LINK: lambda: f"waits for links{_for_links(facts, by_limit[Limit.LINK])}",
         Limit.LATENCY: lambda: "is latency, which bandwidth does not shorten",
         Limit.WAIT: lambda: "is spent waiting without a cause in the schedule",

@@ -102,7 +102,7 @@ class Workload:
             )
         for what in ("master_dtype", "reduce_dtype", "state_dtype"):
             dtype = getattr(self, what)
-            if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            if dtype is not None and getattr(dtype, "is_floating_point", False) is not True:
                 raise CaptureError(
                     f"workload '{self.name}': {what} is {dtype!r}; give a floating point dtype of "
                     "torch, torch.float32 say."

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from heterog.cluster.topology import Cluster
@@ -49,10 +50,11 @@ class Budget:
                 "evaluations would count; give one of the two."
             )
         amount = self.seconds if self.evaluations is None else self.evaluations
-        if amount is None or not 0 < amount < float("inf"):
+        kind, unit = (Real, "s") if self.evaluations is None else (Integral, "evaluations")
+        if not isinstance(amount, kind) or not 0 < amount < float("inf"):
             raise BudgetError(
-                f"a budget of {self} allows no search; give some time (30s) or a number of "
-                "evaluations (5000e)."
+                f"a budget of {amount} {unit} allows no search; give some time (30s) or a number "
+                "of evaluations (5000e)."
             )
 
     def __str__(self) -> str:
@@ -81,7 +83,7 @@ class Budget:
         Raises:
             BudgetError: the text is something else, or the amount is not positive.
         """
-        match = _BUDGET.fullmatch(text.strip())
+        match = _BUDGET.fullmatch(str(text).strip())
         if match is None:
             raise BudgetError(
                 f"cannot read budget '{text}'; write 30s, 2m or 5000e (evaluations)."
@@ -90,7 +92,7 @@ class Budget:
         if amount <= 0:
             raise BudgetError(f"a budget of {text} allows no search; give more, for example 30s.")
         if match[2] == "e":
-            if amount != int(amount):
+            if amount % 1:  # also of an infinite amount
                 raise BudgetError(f"a budget of {text} is not a whole number of evaluations.")
             return Budget(evaluations=int(amount))
         return Budget(seconds=amount * _SECONDS[match[2]])

@@ -106,9 +106,16 @@ _MOST_RANGES = 40
 _MOST_PIECES = 10
 _MOST_NAMES = 4
 
-LIMIT_COLOURS = {Limit.COMPUTE: "c1", Limit.LINK: "c5", Limit.LATENCY: "c7", Limit.WAIT: "c4"}
+LIMIT_COLOURS = {
+    Limit.COMPUTE: "c1",
+    Limit.HOST: "c0",
+    Limit.LINK: "c5",
+    Limit.LATENCY: "c7",
+    Limit.WAIT: "c4",
+}
 _LIMIT_WORDS = {
     Limit.COMPUTE: "compute",
+    Limit.HOST: "issuing kernels, by the host",
     Limit.LINK: "bytes on links",
     Limit.LATENCY: "latency",
     Limit.WAIT: "waiting",

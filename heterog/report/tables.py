@@ -417,7 +417,7 @@ def brief_answer(
     width = max(width, NARROWEST)
     room = width - _LABEL
     decided = what_was_decided(plan.strategy, plan.graph, plan.cluster)
-    gains = [f"{each.speedup:.2f}x over {each.over}" for each in plan.gains]
+    gains = [f"{each.speedup:,.2f}x over {each.over}" for each in plan.gains]
     texts: list[Part] = [
         ("gain", _in_lines(", ".join(gains) or "no other method fits", room, 2)),
         ("memory", _in_lines(_brief_memory(plan), room, 2)),
@@ -494,15 +494,15 @@ def _gain(explanation: Explanation, *, with_range: bool) -> str:
             continue
         span = ""
         if with_range and each.low < each.high:
-            span = f" ({each.low:.2f}x to {each.high:.2f}x if predictions are off)"
-        said.append(f"{each.speedup:.2f}x over {each.over}{span}")
+            span = f" ({each.low:,.2f}x to {each.high:,.2f}x if predictions are off)"
+        said.append(f"{each.speedup:,.2f}x over {each.over}{span}")
     known = {each.over for each in plan.gains}
     over_given = plan.gain_over_given
     if over_given is not None and plan.method != over_given.over:
-        said.insert(0, f"{over_given.speedup:.2f}x over your layout")
+        said.insert(0, f"{over_given.speedup:,.2f}x over your layout")
     if not known and quality.data_parallel_s is not None and plan.cluster.num_devices > 1:
         ratio = quality.data_parallel_s / plan.step_time_s
-        said.append(f"{ratio:.2f}x over {quality.data_parallel}")
+        said.append(f"{ratio:,.2f}x over {quality.data_parallel}")
     if quality.data_parallel_s is None and plan.cluster.num_devices > 1:
         said.insert(0, "no data parallelism fits")
     return ", ".join(said)
@@ -538,11 +538,18 @@ def _recomputed(explanation: Explanation) -> str:
 
 _LIMITS = {
     Limit.COMPUTE: "compute",
+    Limit.HOST: "issuing kernels",
     Limit.LINK: "links",
     Limit.LATENCY: "latency",
     Limit.WAIT: "waiting",
 }
-_ON = {Limit.COMPUTE: "on", Limit.LINK: "for the", Limit.LATENCY: "of the", Limit.WAIT: "for"}
+_ON = {
+    Limit.COMPUTE: "on",
+    Limit.HOST: "for",
+    Limit.LINK: "for the",
+    Limit.LATENCY: "of the",
+    Limit.WAIT: "for",
+}
 
 
 def _limits(explanation: Explanation, most_places: int) -> str:

@@ -115,9 +115,9 @@ class DeployedStep:
         seed: int = 0,
         captured: CapturedStep | None = None,
     ) -> None:
+        check_world(plan)
         self.rank = dist.get_rank()
         self.plan = plan
-        check_world(plan)
         plan.require_written()
         check_masters(plan.strategy, workload)
         self._draw_as_now = random_states()

@@ -16,7 +16,7 @@ from heterog.errors import (
     GraphError,
     InputFileError,
     StrategyError,
-    UnknownNameError,
+    named,
 )
 from heterog.files import write_json
 from heterog.garbage import settled
@@ -535,10 +535,5 @@ def parse_orders(name: str) -> tuple[Order, ...]:
     >>> parse_orders("rank")
     (<Order.RANK: 1>,)
     """
-    if name == BEST:
-        return tuple(Order)
-    try:
-        return (Order[name.upper()],)
-    except KeyError:
-        known = [BEST, *(order.name.lower() for order in Order)]
-        raise UnknownNameError("order", name, known) from None
+    known = {BEST: tuple(Order)} | {order.name.lower(): (order,) for order in Order}
+    return named("order", str(name).lower(), known)

@@ -7,12 +7,14 @@ Searches start from these; the referee judges them like all others.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem, Progress, Stop
 from heterog.methods.registry import AUTO, Methods, built_in_methods
+from heterog.names import shown
 from heterog.pricing.cost_model import CostModel
 from heterog.search.allotment import Allotment
 from heterog.search.objective import FASTEST, Objective
@@ -159,12 +161,16 @@ class Request:
         for name, kind, advice in _KINDS:
             if not isinstance(given := getattr(self, name), kind):
                 raise HeterogError(f"`{name}` is of type {type(given).__name__}; give {advice}.")
+        if not 0 <= self.seed < 2**63:
+            raise HeterogError(f"`seed` is {shown(self.seed)}; give a number of 0 to 2**63 - 1.")
 
 
 _KINDS = (
     ("cluster", Cluster, "a cluster, heterog.Cluster.load('cluster.yaml') say"),
     ("budget", Budget, "a text, '30s' or '5000e' (evaluations)"),
     ("objective", Objective, "an Objective of heterog.search.objective"),
+    ("seed", Integral, "a whole number"),
+    ("step_barrier", bool, "True or False"),
 )
 """What a person may get wrong in Python, where no option is parsed."""
 

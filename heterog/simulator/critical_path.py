@@ -15,11 +15,13 @@ from itertools import groupby
 from heterog.cluster.topology import Cluster
 from heterog.grouped import grouped
 from heterog.lowering.channels import Channel, ChannelKind
-from heterog.lowering.program import TaskKind
+from heterog.lowering.program import FIRST_LINK_KIND, OP_KINDS, TaskKind
 from heterog.pricing.cost_model import CostModel
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.simulator.timeline import PathStep, Timeline
 from heterog.strategy.layouts.stages import layer_path
 
+_ROUNDING = 1e-9
 # A link counts as a slowest one if it is held for at least this share of the longest hold.
 _AS_SLOW = 0.99
 
@@ -31,6 +33,8 @@ class Limit(StrEnum):
 
     COMPUTE = "compute"
     """A task of a compute stream."""
+    HOST = "host"
+    """A kernel that ends before the host has issued the next one, so the device waits."""
     LINK = "link"
     """Bytes pass through a link."""
     LATENCY = "latency"
@@ -84,10 +88,11 @@ def critical_pieces(timeline: Timeline, cost_model: CostModel) -> tuple[PathPiec
         timeline: Timeline of a simulated step.
         cost_model: Cost model that priced it; gives the slowest link of a channel and latencies.
     """
+    host = _HostBound(timeline, cost_model)
     return tuple(
         piece
         for step in timeline.critical_path
-        for piece in _pieces_of(step, timeline, cost_model)
+        for piece in _pieces_of(step, timeline, cost_model, host)
     )
 
 
@@ -173,7 +178,37 @@ def _hosts(cluster: Cluster, hosts: Iterable[int]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Iterator[PathPiece]:
+class _HostBound:
+    """Finds the tasks that take as long as the host needs to issue their kernels.
+
+    Ops of teams in pipelines over several hosts, whose hosts take longer, count as compute.
+    """
+
+    def __init__(self, timeline: Timeline, cost_model: CostModel) -> None:
+        devices = timeline.program.device[timeline.program.kind < FIRST_LINK_KIND]
+        is_alone = len(devices) > 0 and bool((devices == devices[0]).all())
+        model, graph = cost_model.alone() if is_alone else cost_model, timeline.graph
+        kinds = timeline.cluster.device_types if isinstance(model, DeviceModels) else ()
+        self._timeline = timeline
+        self._issue_s = [model.issue_seconds(graph, kind) for kind in kinds]
+        self._whole_s = [model.op_seconds(graph, kind, graph.batch_size) for kind in kinds]
+
+    def limits(self, task: int) -> bool:
+        """Whether the host, not the device, decides how long a compute task takes."""
+        timeline, kind = self._timeline, TaskKind(int(self._timeline.program.kind[task]))
+        if not self._issue_s or kind not in {*OP_KINDS, TaskKind.UPDATE}:
+            return False
+        device, op = int(timeline.program.device[task]), timeline.op(task)
+        number = timeline.cluster.type_index[device]
+        seconds = float(timeline.finish[task] - timeline.start[task])
+        if kind == TaskKind.UPDATE:  # that of a slice takes its part of the whole one
+            seconds = float(self._whole_s[number][op])
+        return seconds <= (1.0 + _ROUNDING) * float(self._issue_s[number][op])
+
+
+def _pieces_of(
+    step: PathStep, timeline: Timeline, cost_model: CostModel, host: _HostBound
+) -> Iterator[PathPiece]:
     """The wait before a task, if any, and the task; latency of communication is separate."""
     block = block_of(timeline.module(step.task))
     purpose = _purpose(timeline, step.task)
@@ -184,7 +219,7 @@ def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Ite
     if timeline.is_compute(step.task):
         device = timeline.cluster.devices[int(timeline.program.device[step.task])]
         yield PathPiece(
-            limit=Limit.COMPUTE,
+            limit=Limit.HOST if host.limits(step.task) else Limit.COMPUTE,
             place=device.name,
             purpose=purpose,
             block=block,

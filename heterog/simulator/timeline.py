@@ -209,12 +209,12 @@ class Timeline:
         """Description of a task: ``"mm encoder.0.linear forward"``, ``"send ... A:0 -> B:1"``."""
         kind, subject = TaskKind(self._kind[task]), self._subject[task]
         if kind in OP_KINDS:
-            return f"{self._op_name(self._op(task))} {self.kind(task)}"
+            return f"{self._op_name(self.op(task))} {self.kind(task)}"
         is_bucket = kind in BUCKET_KINDS or (
             kind in (TaskKind.ENCODE, TaskKind.DECODE_SUM) and self.program.bucket[subject] >= 0
         )
         if self._is_about_value(task) or kind in RECUT_KINDS:
-            words = f"{_VERBS[kind]} {self._op_name(self._op(task))}"
+            words = f"{_VERBS[kind]} {self._op_name(self.op(task))}"
         elif is_bucket and self._bucket_size[subject] > 1:
             words = f"{_VERBS[kind]} {self._bucket_size[subject]} tensors"
         else:
@@ -231,11 +231,11 @@ class Timeline:
 
     def module(self, task: int) -> str:
         """Path of the module of a task; for a bucket, that of its first parameter."""
-        return self.graph.ops[self._op(task)].module
+        return self.graph.ops[self.op(task)].module
 
     def phase(self, task: int) -> str:
         """Phase of the op that a task runs or whose value it moves, else update."""
-        return self.graph.ops[self._op(task)].phase.name.lower()
+        return self.graph.ops[self.op(task)].phase.name.lower()
 
     def makes_gradient_whole(self, task: int) -> bool:
         """Whether a task completes a parameter's gradient that ops made in parts."""
@@ -251,7 +251,7 @@ class Timeline:
     def _gradient_slots(self) -> frozenset[int]:
         return frozenset(self._tables.gradient_slot[self._tables.gradient_slot >= 0].tolist())
 
-    def _op(self, task: int) -> int:
+    def op(self, task: int) -> int:
         """The graph op that a task runs, whose value it moves, or whose parameter it updates."""
         kind = TaskKind(self._kind[task])
         if self.program.encodes_value(task):

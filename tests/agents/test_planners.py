@@ -423,9 +423,9 @@ def test_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--algorithm", "sarsa"], "unknown algorithm 'sarsa'"),
         (["--encoder", "papre"], "did you mean 'paper'"),
-        (["--pairs", "0"], "'--pairs': Input should be greater than or equal to 1"),
+        (["--pairs", "0"], "'--pairs': (Input .* equal to 1|0 is not in the range x>=1)"),
         (["--workers", "0"], "--workers 0 is too small"),
-        (["--max-devices", "1"], "'--max-devices': Input should be greater than or equal to 2"),
+        (["--max-devices", "1"], "'--max-devices': (Input .* equal to 2|1 is not in .* x>=2)"),
     ],
 )
 def test_train_refuses_bad_options(options: list[str], text: str, tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_train_refuses_bad_options(options: list[str], text: str, tmp_path: Path
     asked = ["train", "--models", "vgg19", "-o", str(tmp_path / "p.pt"), *options]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code != 0
-    assert text in f"{done.exception} {done.output}"
+    assert re.search(text, f"{done.exception} {done.output}")  # words differ by typer's version
 
 
 @pytest.mark.usefixtures("few_validation_pairs")

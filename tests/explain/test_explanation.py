@@ -115,6 +115,17 @@ def test_a_quick_search_that_finds_better_is_told() -> None:
     assert "quick search" in explanation.recommendation
 
 
+def test_a_reference_that_is_faster_is_told() -> None:
+    # Two of three hosts halve the step of one; with the third, everything waits for its network.
+    graph = linear_chain(("a", "b"), batch_size=2 * 2048)
+    cluster = cluster_of((FAST, ["T4"]), (FAST, ["T4"]), (SLOW, ["T4"]), latency_s=0.0)
+    plan = make_plan(graph, cluster, methods=("single_device",), budget="5e")
+    explanation = explain(plan, changes=False)
+    assert not explanation.quality.suffices
+    assert explanation.recommendation.startswith("Plan with best_ddp as well (the best")
+    assert explanation.recommendation.endswith("less time.")
+
+
 def test_a_plan_that_does_not_run_is_not_recommended() -> None:
     graph = linear_chain(("a", "b"), batch_size=64)
     cluster = cluster_of((FAST, ["T4"]), (FAST, ["T4"]))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.simulator.critical_path import (
     Limit,
     Purpose,
@@ -27,9 +28,11 @@ BYTES = 8 * 1024 * 4  # an activation of two_layers
 WEIGHT = 1024 * 1024 * 4
 
 
-def pieces_of(strategy: Strategy) -> tuple[list[tuple[str, str, str, str, float]], float]:
+def pieces_of(
+    strategy: Strategy, host_s: float = 0.0
+) -> tuple[list[tuple[str, str, str, str, float]], float]:
     graph = two_layers()
-    evaluator = Evaluator(graph, CLUSTER)
+    evaluator = Evaluator(graph, CLUSTER, DeviceModels(host_s=host_s))
     program, start, finish = evaluator.referee_timings(evaluator.encode(strategy), Order.FIFO)
     timeline = Timeline(program, start, finish, CLUSTER, graph)
     pieces = critical_pieces(timeline, evaluator.cost_model)
@@ -71,6 +74,18 @@ def test_an_all_reduce_by_hand() -> None:
     for latency, link in zip(exchanged[::2], exchanged[1::2], strict=True):
         assert latency[4] == pytest.approx(2 * 20e-6)
         assert link[4] == pytest.approx(WEIGHT / 1.25e9)
+
+
+@pytest.mark.parametrize("shares", [(8, 0), (4, 4)])
+def test_kernels_shorter_than_their_issue_wait_for_the_host(shares: tuple[int, ...]) -> None:
+    devices = tuple(device for device, share in enumerate(shares) if share)
+    decision = Decision(devices=devices, shares=tuple(filter(None, shares)))
+    strategy = builders.strategy_of(two_layers(), CLUSTER, decision)
+    fast, slow = (pieces_of(strategy, host_s)[0] for host_s in (1e-9, 1.0))
+    assert "host" not in {row[0] for row in fast}
+    of_ops = [row for row in slow if row[2] in ("forward", "backward", "update")]
+    assert {row[0] for row in of_ops} == {"host"}
+    assert sum(row[4] for row in of_ops) > 1.0  # a second for each kernel
 
 
 def test_links_in_words() -> None:
@@ -117,7 +132,8 @@ def test_pieces_equal_the_slow_reference(seed: int) -> None:
     found: dict[tuple[str, str], float] = defaultdict(float)
     for piece in pieces:
         is_link = piece.limit in (Limit.LINK, Limit.LATENCY)
-        found["links" if is_link else str(piece.limit), piece.place] += piece.seconds
+        limit = "compute" if piece.limit == Limit.HOST else str(piece.limit)
+        found["links" if is_link else limit, piece.place] += piece.seconds
     for key in expected.keys() | found.keys():
         tolerance = 1e-9 * timeline.seconds
         assert found[key] == pytest.approx(expected[key], rel=1e-6, abs=tolerance)

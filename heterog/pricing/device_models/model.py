@@ -129,10 +129,16 @@ class DeviceModels(Roofline):
             return super().kernel_seconds(graph, device_type, flops, num_bytes)
         factors, program = self.in_training(device_type.name), self._program
         seconds = _kernel_seconds(graph, device_type, factors, program, flops, num_bytes)
-        of_kernels, of_graphs = _shares_of_issuing(graph, device_type, factors, program)
-        host, phase = self.host, graph.phases
-        issue_s = host.issue_s * np.array([1.0, host.backward, host.update])[phase]
-        return np.maximum(seconds, issue_s * of_kernels + self.host.graph_s * of_graphs)
+        return np.maximum(seconds, self.issue_seconds(graph, device_type))
+
+    def issue_seconds(self, graph: OpGraph, device_type: DeviceType) -> FloatArray:
+        """Seconds that the host needs for each op, the least that the op takes.  # [num_ops]"""
+        if not _is_modelled(device_type):
+            return np.zeros(graph.num_ops)
+        factors, host = self.in_training(device_type.name), self.host
+        of_kernels, of_graphs = _shares_of_issuing(graph, device_type, factors, self._program)
+        issue_s = host.issue_s * np.array([1.0, host.backward, host.update])[graph.phases]
+        return issue_s * of_kernels + host.graph_s * of_graphs
 
     def in_teams(self, members: int) -> "DeviceModels":
         """These models with a host that takes longer to issue; see ``HostSeconds.per_member``."""

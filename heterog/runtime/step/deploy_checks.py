@@ -32,7 +32,17 @@ from heterog.strategy.strategy import Strategy, scope_fault
 
 
 def check_world(plan: Plan) -> None:
-    """Refuse another number of ranks than that of the plan's devices."""
+    """Refuse what is no plan, and another number of ranks than that of the plan's devices."""
+    if not isinstance(plan, Plan):
+        raise StrategyError(
+            f"the plan is of type {type(plan).__name__}; give a Plan, "
+            "heterog.load_plan('plan.json') say."
+        )
+    if not dist.is_initialized():
+        raise StrategyError(
+            "there is no process group; call torch.distributed.init_process_group() first, in a "
+            "script that torchrun starts."
+        )
     ranks = dist.get_world_size()
     if ranks != plan.cluster.num_devices:
         raise StrategyError(

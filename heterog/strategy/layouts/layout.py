@@ -161,7 +161,7 @@ class Layout:
             )
 
     def _check_schedule(self) -> None:
-        if self.schedule and self.schedule not in SCHEDULES:
+        if self.schedule != "" and self.schedule not in tuple(SCHEDULES):
             raise LayoutError(_unknown("schedule", self.schedule, tuple(SCHEDULES)))
         wanted = {"1f1b": 1, "zero_bubble_v": 2, "dual_pipe_v": 2}.get(self.schedule)
         if wanted is not None and self.chunks not in (0, wanted):
@@ -444,6 +444,6 @@ def _plain(word: str) -> str:
     return word.strip().strip("-").lower().replace("-", "_").replace(" ", "_")
 
 
-def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
-    hint = nearest(_plain(name), known)
+def _unknown(what: str, name: object, known: tuple[str, ...]) -> str:
+    hint = nearest(_plain(str(name)), known)
     return f"unknown {what} {shown(name)}{hint} Known: {', '.join(known)}."
