@@ -466,7 +466,7 @@ class _Propagation:
         ):
             self._add_as_in_batch(op)
             return
-        result = propagate(self.graph.call(op), given, max(self.axes[axis], 1))
+        result = propagate(self.graph.calls[op], given, max(self.axes[axis], 1))
         if result is None:
             result = RuleResult((R,) * len(given), (R,) * len(self.graph.outputs[op]))
         self._add(result.inputs, result.outputs, result.special, axis)
@@ -550,7 +550,7 @@ def placed_view(
     if tensor not in known:
         view = int(graph.producer[tensor])
         source = placed_view(graph, graph.ops[view].inputs[0], known, units)
-        result = None if source is None else propagate(graph.call(view), (source,), units)
+        result = None if source is None else propagate(graph.calls[view], (source,), units)
         if result is None or result.inputs != (source,):
             return None
         known.update(zip(graph.outputs[view], result.outputs, strict=True))

@@ -185,7 +185,7 @@ def _rule_of(
     with claims_checked(f"the args, inputs and outputs of {name} do not fit its kind"):
         result = None if rows is None else rows.rule(index, given)
         if result is None:
-            result = built_in_rule(graph.call(index), given, graph.batch_size, name)
+            result = built_in_rule(graph.calls[index], given, graph.batch_size, name)
         if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
             graph, index, follows_batch
         ):

@@ -452,12 +452,9 @@ class OpGraph:
         """Bytes read and written by each op at global size.  # [num_ops]"""
         return np.array([op.bytes_read + op.bytes_written for op in self.ops], np.float64)
 
-    def call(self, index: int) -> OpCall:
-        """The op in the form that sharding rules take; one object for all ops that are alike."""
-        return self._calls[index]
-
     @cached_property
-    def _calls(self) -> tuple[OpCall, ...]:
+    def calls(self) -> tuple[OpCall, ...]:
+        """The ops in the form that sharding rules take; one object for all that are alike."""
         metas = [tensor.meta for tensor in self.tensors]
         known: dict[tuple[object, ...], OpCall] = {}
         found = []

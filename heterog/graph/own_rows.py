@@ -83,15 +83,15 @@ class OwnRows:
             step, count = self._steps.get(tensor, 0), graph.tensors[tensor].meta.num_elements
             places = self._places.get(tensor)
             if call.kind in BAGS and step:
-                found = split_by_bags(graph.call(index), given, graph.batch_size, position, step)
+                found = split_by_bags(graph.calls[index], given, graph.batch_size, position, step)
             elif call.kind in INDEXED and step == 1:
-                found = split_by_own_rows(graph.call(index), given, count, position)
+                found = split_by_own_rows(graph.calls[index], given, count, position)
             elif call.kind in INDEXED and tensor in self._repeated:
                 count, dim = self._repeated[tensor]
-                found = split_by_own_rows(graph.call(index), given, count, position, dim)
+                found = split_by_own_rows(graph.calls[index], given, count, position, dim)
             elif call.kind not in BAGS and places and given[position] == places.split:
                 rows = places.size * graph.batch_size
-                found = split_by_places(graph.call(index), given, rows, position)
+                found = split_by_places(graph.calls[index], given, rows, position)
             if found is not None:
                 return found
         return None
@@ -131,7 +131,7 @@ class OwnRows:
         made, args = self._graph.outputs[index], op.args
         if op.kind in _PLACES:
             shape = self._graph.tensors[op.inputs[0]].shape
-            along = dimension(self._graph.call(index), "dim", len(shape), default=-1)
+            along = dimension(self._graph.calls[index], "dim", len(shape), default=-1)
             if shape and not (op.kind.startswith("arg") and args.get("dim") is None):
                 self._below[made[_PLACES[op.kind]]] = shape[along]
         elif op.kind == "clamp.default":
@@ -157,6 +157,6 @@ class OwnRows:
                     self._places[made[0]] = _Places(size, S(dim))
         elif self._has_same_integers(index, op) and op.inputs[0] in self._places:
             size, split = self._places[op.inputs[0]]
-            result = propagate(graph.call(index), (split,), graph.batch_size)
+            result = propagate(graph.calls[index], (split,), graph.batch_size)
             if result and result.inputs == (split,) and result.outputs[0].kind == "S":
                 self._places[made[0]] = _Places(size, result.outputs[0])

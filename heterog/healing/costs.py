@@ -233,5 +233,5 @@ def transfer_s(
         num_bytes[host] = 0.0
         sent += num_bytes
         received[host] += num_bytes.sum()
-    rates = np.array([cluster.nic_bandwidth_bytes_per_s(h) for h in range(cluster.num_hosts)])
+    rates = np.array(cluster.nic_bandwidth_bytes_per_s)
     return float(max((sent / rates).max(), (received / rates).max()))

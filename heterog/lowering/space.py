@@ -45,7 +45,7 @@ def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     natural unions come first: whole kinds, then halves, quarters, ... of a kind. At most 256 sets,
     among which is a host of each kind.
     """
-    hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
+    hosts = cluster.host_devices
     everything = tuple(range(cluster.num_devices))
     types = grouped((cluster.type_index[device], device) for device in everything)
     # Where there is no room for all, each kind of hosts has one before others of a kind.
@@ -278,7 +278,7 @@ class StrategySpace:
         homes = self._homes_of(DistinctDecisions(decisions, of_group.astype(np.int32)), tables)
         return Strategy(
             graph=self.graph.fingerprint,
-            cluster=self.cluster.fingerprint(),
+            cluster=self.cluster.fingerprint,
             decisions=tuple(self.candidates[number] for number in row),
             homes=tuple(int(home) for home in homes),
             micro_batches=micro_batches,

@@ -147,8 +147,7 @@ class _Grid(PointSearch[_Point]):
         rates = sorted({round(speed, 9) for speed in self.speeds})
         for least in rates:
             fast = {d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least}
-            hosts = [self.cluster.host_devices(host) for host in range(self.cluster.num_hosts)]
-            devices = tuple(d for host in hosts if set(host) <= fast for d in host)
+            devices = tuple(d for h in self.cluster.host_devices if set(h) <= fast for d in h)
             if devices:
                 yield devices
 
@@ -407,7 +406,7 @@ def unlike_devices(cluster: Cluster, devices: Sequence[int]) -> int:
     hosts = {
         cluster.host_kind[cluster.host_of[device]]: cluster.host_of[device] for device in devices
     }
-    return sum(len(cluster.host_devices(host)) for host in hosts.values())
+    return sum(len(cluster.host_devices[host]) for host in hosts.values())
 
 
 def uniform_layouts(

@@ -220,7 +220,7 @@ def over_measured_nics(
         slowed = cluster.hosts[host].collectives
         if slowed is None:
             return found
-        rate = cluster.nic_bandwidth_bytes_per_s(host)
+        rate = cluster.nic_bandwidth_bytes_per_s[host]
         nics = cluster.nics(own, 0)
         least = rate / sum(cluster.resources[nic].bandwidth_bytes_per_s for nic in nics)
         of_ring = max(slowed.ring * num_hosts**slowed.ring_growth, least)

@@ -140,14 +140,14 @@ class _Pass:
         for known in (self.places, self.meant):
             if source in known:
                 given = (known[source], *(R for _ in graph.ops[index].inputs[1:]))
-                result = propagate(graph.call(index), given, self.units)
+                result = propagate(graph.calls[index], given, self.units)
                 if result is not None and result.inputs == given:
                     known |= zip(graph.outputs[index], result.outputs, strict=True)
 
     def _rule(self, index: int) -> OpRule:
         graph, op = self.graph, self.graph.ops[index]
         given = tuple(self.places.get(tensor, R) for tensor in op.inputs)
-        call = graph.call(index)
+        call = graph.calls[index]
         if op.kind == "embedding.default" and not any(place.is_split for place in given):
             given = self._looked_up(call, given)
         if P in given and not any(place.is_split for place in given):

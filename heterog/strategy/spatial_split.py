@@ -147,7 +147,7 @@ def _pass(
         if op.phase == Phase.UPDATE or graph.is_constant[index]:
             continue
         given = tuple(places.get(tensor, R) for tensor in op.inputs)
-        call, outputs = graph.call(index), graph.outputs[index]
+        call, outputs = graph.calls[index], graph.outputs[index]
         if graph.is_view[index]:
             result = propagate(call, given, units)
             if result is not None and result.inputs == given:

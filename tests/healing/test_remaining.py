@@ -53,7 +53,7 @@ def test_moving_costs_what_is_not_on_the_same_host() -> None:
         decision = Decision(devices=devices, shares=shares, sync=sync)
         return Strategy(
             graph=graph.fingerprint,
-            cluster=whole.fingerprint(),
+            cluster=whole.fingerprint,
             decisions=(decision,) * (int(group_ops(graph).group.max()) + 1),
             homes=(REPLICATED,) * len(graph.updates),
         )

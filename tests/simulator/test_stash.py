@@ -337,4 +337,4 @@ def batch_bytes(name: str) -> float:
 
 
 def on(strategy: Strategy, target: Cluster) -> Strategy:
-    return replace(strategy, cluster=target.fingerprint())
+    return replace(strategy, cluster=target.fingerprint)

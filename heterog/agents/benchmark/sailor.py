@@ -196,4 +196,4 @@ def _rate(cluster: Cluster, one: int, other: int) -> float:
     hosts = cluster.host_of[one], cluster.host_of[other]
     if hosts[0] == hosts[1]:
         return cluster.hosts[hosts[0]].intra.bandwidth_bytes_per_s
-    return min(map(cluster.nic_bandwidth_bytes_per_s, hosts))
+    return min(cluster.nic_bandwidth_bytes_per_s[host] for host in hosts)

@@ -330,7 +330,7 @@ def _is_fusible(graph: OpGraph, op: int) -> bool:
 
 def _before(graph: OpGraph, op: int) -> tuple[float, float]:
     """Launches and bytes of a kernel that an op needs before its own, as sums over columns do."""
-    call = graph.call(op)
+    call = graph.calls[op]
     if call.kind.startswith(_OF_CHANNELS):
         return 1.0, float(call.inputs[0].num_bytes)
     dims = call.args.get("dim") if call.kind == "sum.dim_IntList" else ()

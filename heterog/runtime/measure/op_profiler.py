@@ -389,7 +389,7 @@ def _strategy(graph: OpGraph, samples: int) -> Strategy:
         decision = Decision(devices=(0,), shares=(samples,))
     return Strategy(
         graph=graph.fingerprint,
-        cluster=_pair().fingerprint(),
+        cluster=_pair().fingerprint,
         decisions=(decision,) * graph_tables(graph).num_groups,
         homes=(REPLICATED,) * len(graph.updates),
         bucket_bytes=25 * 2**20,
