@@ -347,14 +347,14 @@ def _early_totals(
         for tensor, place in zip(op.inputs, needed[index], strict=True):
             if placements[tensor] != P or place == P or op.phase == Phase.UPDATE:
                 continue
-            least, first = graph.tensors[tensor].meta.num_elements, None
+            least, first = graph.tensors[tensor].num_elements, None
             while (maker := int(graph.producer[tensor])) >= 0:
                 partial = [each for each in graph.ops[maker].inputs if placements[each] == P]
                 if len(partial) != 1 or not set(needed[maker]) <= {P, R} or P not in needed[maker]:
                     break
                 (tensor,) = partial
-                if graph.tensors[tensor].meta.num_elements <= least:
-                    least, first = graph.tensors[tensor].meta.num_elements, maker
+                if graph.tensors[tensor].num_elements <= least:
+                    least, first = graph.tensors[tensor].num_elements, maker
             if first is not None:
                 read, made = len(graph.ops[first].inputs), graph.ops[first].num_outputs
                 rules[first] = RuleResult((R,) * read, (R,) * made)

@@ -102,11 +102,9 @@ class TensorKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphTensor:
+class GraphTensor(TensorMeta):
     """One tensor: global shape, dtype, kind, and a name if it is an input of the step."""
 
-    shape: tuple[int, ...]
-    dtype: str
     kind: TensorKind = TensorKind.ACTIVATION
     name: str = ""
 
@@ -297,7 +295,7 @@ class OpGraph:
     @cached_property
     def tensor_bytes(self) -> npt.NDArray[np.int64]:
         """Global bytes of each tensor.  # [num_tensors]"""
-        return np.array([tensor.meta.num_bytes for tensor in self.tensors], np.int64)
+        return np.array([tensor.num_bytes for tensor in self.tensors], np.int64)
 
     @cached_property
     def is_view(self) -> npt.NDArray[np.bool_]:
@@ -435,7 +433,7 @@ class OpGraph:
     @cached_property
     def num_parameters(self) -> int:
         """Number of scalar parameters, tied ones counted once."""
-        return sum(self.tensors[i].meta.num_elements for i in self.parameters)
+        return sum(self.tensors[i].num_elements for i in self.parameters)
 
     @cached_property
     def phases(self) -> IntArray:

@@ -217,9 +217,7 @@ def transfer_s(
         old: Strategy of the plan that ran, and the device of the whole cluster of each rank.
         new: The same for the plan to change to.
     """
-    sizes = np.array(
-        [graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates], np.float64
-    )
+    sizes = np.array([graph.tensors[each].num_bytes for _, each, _ in graph.updates], np.float64)
     _, _, owned = held(graph, old[0], len(old[1]))
     value, state, _ = held(graph, new[0], len(new[1]))
     have = np.zeros((len(sizes), cluster.num_hosts))

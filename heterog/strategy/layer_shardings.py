@@ -347,9 +347,9 @@ class _Windows:
     def is_worth_it(self, group: int) -> bool:
         """Whether a group's weights are large compared with its outputs."""
         tensors = self.graph.tensors
-        weights = sum(tensors[each].meta.num_bytes for each in self.parameters.get(group, ()))
+        weights = sum(tensors[each].num_bytes for each in self.parameters.get(group, ()))
         outputs = [tensor for op in self.ops[group] for tensor in self.graph.outputs[op]]
-        largest = max((tensors[each].meta.num_bytes for each in outputs), default=0)
+        largest = max((tensors[each].num_bytes for each in outputs), default=0)
         return 0 < LEAST_WEIGHTS * largest <= weights  # some ops only check, and have no output
 
     def signature(self, rules: OpRules, first: int) -> _Signature:

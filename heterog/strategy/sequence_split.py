@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 
-from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, Scatter
 from heterog.graph.sharding_rules import RuleResult, propagate
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
@@ -44,8 +44,8 @@ def lengths(graph: OpGraph) -> tuple[int, ...]:
 
 def _sequences(graph: OpGraph) -> Iterator[tuple[int, int, int]]:
     """Tensor, dimension of the positions, and their number, for the sequences of a batch."""
-    for tensor in graph.inputs_of_kind(TensorKind.BATCH):
-        meta, along = graph.tensors[tensor].meta, graph.batch_placements[tensor]
+    for tensor in graph.batch:
+        meta, along = graph.tensors[tensor], graph.batch_placements[tensor]
         rank = 2 if "int" in meta.dtype else 3
         if along in (S(0), S(1)) and len(meta.shape) == rank:
             dim = 1 - along.dim

@@ -59,7 +59,7 @@ def test_moving_costs_what_is_not_on_the_same_host() -> None:
         )
 
     both, one = strategy(Sync.RING, (0, 1)), strategy(Sync.RING, (0,))
-    sizes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)
+    sizes = sum(graph.tensors[each].num_bytes for _, each, _ in graph.updates)
     state = sizes * (1 + graph.optimizer_state_ratio)
     # Device 0 owns everything: to stay there is free, the other host reads all of it at 1 GB/s.
     assert transfer_s(graph, whole, (both, (0, 1)), (one, (0,))) == 0.0

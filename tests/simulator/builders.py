@@ -99,8 +99,8 @@ class GraphBuilder:
         """Add an op; returns its first output."""
         first = len(self._tensors)
         self._tensors += [GraphTensor(shape=shape, dtype="float32") for shape in shapes]
-        read = sum(float(self._tensors[tensor].meta.num_bytes) for tensor in inputs)
-        written = sum(float(t.meta.num_bytes) for t in self._tensors[first:])
+        read = sum(float(self._tensors[tensor].num_bytes) for tensor in inputs)
+        written = sum(float(t.num_bytes) for t in self._tensors[first:])
         self._ops.append(
             GraphOp(
                 kind=kind,
