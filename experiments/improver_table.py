@@ -54,7 +54,7 @@ def searched(arm: str, evaluator: Evaluator, seed: int, budget: Budget) -> Line:
     """The best step of a search by the referee, and the search's progress."""
     assert budget.seconds is not None
     curve: list[tuple[float, float]] = []
-    key = evaluator.graph.fingerprint, evaluator.cluster.fingerprint(), seed
+    key = evaluator.graph.fingerprint, evaluator.cluster.fingerprint, seed
     if key not in _STARTS:  # on a copy of the graph: no arm profits from its tables
         own = Evaluator(replace(evaluator.graph), evaluator.cluster)
         _STARTS[key] = starts_of(own, START_PART * budget.seconds)

@@ -88,8 +88,7 @@ def calibrated(testbed: str, folder: Path, execution: Execution = Execution.EAGE
         linked = [
             replace(part, ops=(), compiled=is_compiled)
             for part in others
-            if part.cluster
-            and Cluster.from_dict(part.cluster).fingerprint() == cluster.fingerprint()
+            if part.cluster and Cluster.from_dict(part.cluster).fingerprint == cluster.fingerprint
         ]
         if kept.exists():
             measured = Measurements.load(kept)

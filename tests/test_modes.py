@@ -65,13 +65,13 @@ class Skipping(Mode):
 
 def on_two(graph: OpGraph) -> Strategy:
     exact = strategy_of(graph, [TWO] * group_ops(graph).num_groups)
-    return replace(exact, cluster=CLUSTER.fingerprint())
+    return replace(exact, cluster=CLUSTER.fingerprint)
 
 
 def test_a_toy_mode_is_checked_priced_and_written() -> None:
     graph = graph_of("mlp")
     exact = replace(
-        strategy_of(graph, [TWO] * group_ops(graph).num_groups), cluster=CLUSTER.fingerprint()
+        strategy_of(graph, [TWO] * group_ops(graph).num_groups), cluster=CLUSTER.fingerprint
     )
     toy, evaluator = exact.with_mode(Skipping(every=2)), Evaluator(graph, CLUSTER)
     plain, found = (evaluator.evaluate(each, Order.FIFO) for each in (exact, toy))
@@ -93,7 +93,7 @@ def test_a_mode_twice_is_refused() -> None:
     twice = (Skipping(every=2), Skipping(every=2))
     strategy = replace(
         strategy_of(graph, [TWO] * group_ops(graph).num_groups),
-        cluster=CLUSTER.fingerprint(),
+        cluster=CLUSTER.fingerprint,
         modes=twice,
     )
     with pytest.raises(StrategyError, match="and gradients summed every 2 steps; keep one"):

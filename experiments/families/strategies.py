@@ -83,7 +83,7 @@ def _plan_of(graph: OpGraph, strategy: Strategy) -> Plan:
 def _strategy(graph: OpGraph, decisions: list[Decision], homes: tuple[int, ...] = ()) -> Strategy:
     return Strategy(
         graph=graph.fingerprint,
-        cluster=cluster().fingerprint(),
+        cluster=cluster().fingerprint,
         decisions=tuple(decisions),
         homes=homes or (REPLICATED,) * len(graph.updates),
     )

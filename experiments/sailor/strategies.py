@@ -78,7 +78,7 @@ def _placed(plan: Plan, cluster: Cluster) -> list[list[tuple[int, ...]]]:
     Raises:
         StrategyError: no node has room for a team.
     """
-    nodes_of = [list(cluster.host_devices(host)) for host in range(cluster.num_hosts)]
+    nodes_of = list(map(list, cluster.host_devices))
     free = grouped((cluster.devices[members[0]].type.name, members) for members in nodes_of)
     found: list[list[tuple[int, ...]]] = [[()] * len(stage.replicas) for stage in plan.stages]
     places = [

@@ -48,9 +48,7 @@ class DraftEstimates:
         tables, self._num = evaluator.tables, drafter.num_groups
         self._batch = drafter.graph.batch_size
         self._hosts = np.array(cluster.host_of)
-        self._nic = np.array(
-            [cluster.nic_bandwidth_bytes_per_s(h) for h in range(cluster.num_hosts)]
-        )
+        self._nic = np.array(cluster.nic_bandwidth_bytes_per_s)
         self._intra = np.array([host.intra.bandwidth_bytes_per_s for host in cluster.hosts])
         self._room = np.array([each.usable_memory_bytes for each in cluster.devices], float)
         self._ratio = float(tables.state_ratio)

@@ -142,9 +142,9 @@ class Drafter:
         """Devices of some hosts; seldom of a part of one, or a single one."""
         hosts = [host for kind in self._some_kinds() for host in kind]
         if self.rng.random() < 0.1:
-            own = self.cluster.host_devices(hosts[0])
+            own = self.cluster.host_devices[hosts[0]]
             return own[: self._upto(len(own))]
-        return tuple(sorted(d for host in hosts for d in self.cluster.host_devices(host)))
+        return tuple(sorted(d for host in hosts for d in self.cluster.host_devices[host]))
 
     def _pipeline(self) -> list[Devices]:
         """Devices of each stage of a pipeline; no device has two stages."""
@@ -161,7 +161,7 @@ class Drafter:
 
     def _parts(self, hosts: Sequence[int], count: int) -> list[Devices]:
         """Devices of some hosts in parts: whole hosts if there are enough."""
-        own = [self.cluster.host_devices(host) for host in hosts]
+        own = [self.cluster.host_devices[host] for host in hosts]
         devices = [device for each in own for device in each]
         count = min(count, len(devices))
         if count <= len(own):

@@ -254,7 +254,7 @@ def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArra
     for number in np.argsort(whole + pair.observer.sync_seconds.sum(axis=0)):
         fastest.setdefault(pair.table[number].devices, int(number))
     cluster = pair.cluster
-    hosts = {cluster.host_devices(host) for host in range(cluster.num_hosts)}
+    hosts = set(cluster.host_devices)
     levels = [
         [fastest[devices] for devices in sorted(kind & set(fastest))]
         for kind in ({(device,) for device in range(cluster.num_devices)}, hosts)

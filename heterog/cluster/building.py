@@ -382,7 +382,7 @@ def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
 def _device_records(cluster: Cluster, host_index: int) -> list[dict[str, Any]]:
     """Entries of the devices; neighbours of one type and usable memory share an entry."""
     host = cluster.hosts[host_index]
-    members = [cluster.devices[index] for index in cluster.host_devices(host_index)]
+    members = [cluster.devices[index] for index in cluster.host_devices[host_index]]
     are_usual = all(each.name == f"{host.name}:{i}" for i, each in enumerate(members))
     records: list[dict[str, Any]] = []
     for (kind, usable), alike in groupby(

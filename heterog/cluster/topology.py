@@ -261,10 +261,13 @@ class Cluster:
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
+        host_devices: Indices of the devices of each host.
         host_kind: Number of the kind of each host: hosts of one kind have the same devices, link
             and NICs, and are on the same side of every limit that several hosts share. Rates
             between two single hosts are ignored, because every host would be a kind of its own.
+        nic_bandwidth_bytes_per_s: Usable rate of all NICs of each host together, per direction.
         resources: All resources that a transfer can occupy.
+        fingerprint: First 16 hex digits of the SHA-256 of the canonical JSON of ``identity``.
 
     >>> cluster = Cluster.load("paper_8gpu")
     >>> cluster.num_devices, cluster.devices[2].name
@@ -288,14 +291,15 @@ class Cluster:
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
     type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
     host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    host_devices: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     host_kind: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    nic_bandwidth_bytes_per_s: tuple[float, ...] = field(init=False, repr=False, compare=False)
     resources: tuple[LinkResource, ...] = field(init=False, repr=False, compare=False)
-    _host_devices: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    fingerprint: str = field(init=False, repr=False, compare=False)
     _port_of: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     _nic_of: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     _between: dict[tuple[int, int], tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _device_index: dict[str, int] = field(init=False, repr=False, compare=False)
-    _fingerprint: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple(self.hosts))
@@ -326,7 +330,11 @@ class Cluster:
                 )
                 for index, (host, own) in enumerate(zip(self.hosts, members, strict=True))
             ),
-            "_host_devices": tuple(tuple(m) for m in members),
+            "host_devices": tuple(tuple(m) for m in members),
+            "nic_bandwidth_bytes_per_s": tuple(
+                host.nic_line_rate_bytes_per_s * host.num_nics * self.efficiency
+                for host in self.hosts
+            ),
             "_device_index": {d.name: i for i, d in enumerate(self.devices)},
         }
         nics, derived["_nic_of"] = nic_resources(self.hosts, members, self.efficiency)
@@ -337,11 +345,7 @@ class Cluster:
         derived["resources"] = nics + inner + between
         for attribute, value in derived.items():
             object.__setattr__(self, attribute, value)
-        object.__setattr__(self, "_fingerprint", fingerprint_of(self.to_dict()))
-
-    def host_devices(self, host_index: int) -> tuple[int, ...]:
-        """Indices of the devices of one host."""
-        return self._host_devices[host_index]
+        object.__setattr__(self, "fingerprint", fingerprint_of(self.to_dict()))
 
     def part(self, devices: Iterable[int]) -> "Cluster":
         """The cluster of some devices, in ascending order, their hosts and limits between them.
@@ -387,7 +391,7 @@ class Cluster:
                 "'prices: {currency: USD, device_hour: {"
                 f"{self.devices[0].type.name}: 2.50}}}}'."
             )
-        types = [self.devices[device].type.name for device in self.host_devices(host_index)]
+        types = [self.devices[device].type.name for device in self.host_devices[host_index]]
         price = self.prices.of_host(host.name, types)
         if price is None:
             raise ClusterError(
@@ -408,11 +412,6 @@ class Cluster:
                 f"{', '.join(self._device_index)}."
             )
         return self._device_index[name]
-
-    def nic_bandwidth_bytes_per_s(self, host_index: int) -> float:
-        """Usable rate of all NICs of a host together, per direction."""
-        host = self.hosts[host_index]
-        return host.nic_line_rate_bytes_per_s * host.num_nics * self.efficiency
 
     def route(self, src: int, dst: int) -> tuple[int, ...]:
         """Indices of the resources that a transfer from device ``src`` to device ``dst`` uses.
@@ -473,10 +472,6 @@ class Cluster:
             (self.resources[r].bandwidth_bytes_per_s for r in self.route(src, dst)),
             default=math.inf,
         )
-
-    def fingerprint(self) -> str:
-        """First 16 hex digits of the SHA-256 of the canonical JSON of ``identity``."""
-        return self._fingerprint
 
     def describe_difference(self, other: "Cluster") -> str | None:
         """The first difference from another cluster in words; None if fingerprints are equal."""

@@ -52,7 +52,7 @@ def candidate_table(
     sets = device_sets(cluster)
     rows = [Decision(devices=d, shares=(batch,)) for d in sorted(sets) if len(d) == 1]
     optional: set[Decision] = set()
-    hosts = {cluster.host_devices(index) for index in range(cluster.num_hosts)}
+    hosts = set(cluster.host_devices)
     for number, devices in enumerate(sets):
         if len(devices) == 1 or len(devices) > batch:
             continue

@@ -142,7 +142,7 @@ class Observer:
         )[self.type_of]  # seconds of each block with the whole batch  # [D, G]
         self.bound_s = 1.0 / (1.0 / self.whole.sum(axis=1)).sum()
         self.nic = np.array([
-            cluster.nic_bandwidth_bytes_per_s(host) if cluster.num_hosts > 1
+            cluster.nic_bandwidth_bytes_per_s[host] if cluster.num_hosts > 1
             else cluster.hosts[host].intra.bandwidth_bytes_per_s
             for host in range(cluster.num_hosts)
         ])  # fmt: skip

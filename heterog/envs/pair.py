@@ -114,6 +114,8 @@ class Pair:
         beside: As for ``Evaluator``.
 
     Attributes:
+        num_blocks: Number of decisions to make.
+        num_candidates: Number of rows of the table.
         num_micro: Number of equal micro-batches of every row. With more than one, rows are drawn
             as pipelines.
     """
@@ -132,6 +134,7 @@ class Pair:
         self.memory = ModelMemory(self.evaluator)
         self.table = candidate_table(self.evaluator, self.memory, divide=divide)
         self.space = self.evaluator.space(self.table)
+        self.num_blocks, self.num_candidates = self.evaluator.tables.num_groups, len(self.table)
         self.num_micro = 1
         self._is_judged = False
         self._scores: dict[bytes, Score] = {}
@@ -140,16 +143,6 @@ class Pair:
     def name(self) -> str:
         """Name of model and cluster, for logs."""
         return f"{self.graph.name} on {self.cluster.name}"
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of decisions to make."""
-        return self.evaluator.tables.num_groups
-
-    @property
-    def num_candidates(self) -> int:
-        """Number of rows of the table."""
-        return len(self.table)
 
     @cached_property
     def numbers_on(self) -> dict[tuple[int, ...], list[int]]:

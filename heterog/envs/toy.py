@@ -46,8 +46,8 @@ class _Chain:
                 phase=phase,
                 module=f"layers.{layer}",
                 flops=flops,
-                bytes_read=float(sum(self.tensors[i].meta.num_bytes for i in inputs)),
-                bytes_written=float(sum(t.meta.num_bytes for t in made)),
+                bytes_read=float(sum(self.tensors[i].num_bytes for i in inputs)),
+                bytes_written=float(sum(t.num_bytes for t in made)),
                 rule=rule,
             )
         )

@@ -73,7 +73,7 @@ def possible_changes(
         for rate in sorted({host.nic_line_rate_bytes_per_s for host in cluster.hosts}):
             yield _faster_nics(cluster, rate)
     yield from _faster_lines(cluster)
-    crowded = [h for h in range(cluster.num_hosts) if len(cluster.host_devices(h)) > 1]
+    crowded = [h for h, devices in enumerate(cluster.host_devices) if len(devices) > 1]
     for link in dict.fromkeys(cluster.hosts[index].intra for index in crowded):
         chosen = [index for index in crowded if cluster.hosts[index].intra == link]
         faster = replace(link, bandwidth_bytes_per_s=2.0 * link.bandwidth_bytes_per_s)
@@ -98,9 +98,9 @@ def possible_changes(
 def _one_more(cluster: Cluster, number: int) -> ChangedCluster:
     device_type = cluster.device_types[number]
     hosts = [h for h in range(cluster.num_hosts)
-             if any(cluster.type_index[d] == number for d in cluster.host_devices(h))]  # fmt: skip
-    model = min(hosts, key=lambda h: (len(cluster.host_devices(h)), h))
-    like = next(d for d in cluster.host_devices(model) if cluster.type_index[d] == number)
+             if any(cluster.type_index[d] == number for d in cluster.host_devices[h])]  # fmt: skip
+    model = min(hosts, key=lambda h: (len(cluster.host_devices[h]), h))
+    like = next(d for d in cluster.host_devices[model] if cluster.type_index[d] == number)
     host = cluster.hosts[model]
     if cluster.num_hosts == 1:
         new_hosts, where = cluster.hosts, f"in host {host.name}"
@@ -247,7 +247,7 @@ def moved(strategy: Strategy, cluster: Cluster) -> Strategy:
     missing = cluster.num_devices - len(strategy.micro_batches)
     idle = (0,) * strategy.num_micro_batches
     micro_batches = strategy.micro_batches and strategy.micro_batches + (idle,) * missing
-    return replace(strategy, cluster=cluster.fingerprint(), micro_batches=micro_batches)
+    return replace(strategy, cluster=cluster.fingerprint, micro_batches=micro_batches)
 
 
 def _joined(

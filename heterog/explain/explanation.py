@@ -364,7 +364,7 @@ def _left_out(
     known: dict[tuple[int, int], float | None] = {}
     with spending.limits():
         for host in range(cluster.num_hosts):
-            idle = tuple(d for d in cluster.host_devices(host) if d in decided.idle)
+            idle = tuple(d for d in cluster.host_devices[host] if d in decided.idle)
             if not idle:
                 continue
             key = cluster.host_kind[host], len(idle)

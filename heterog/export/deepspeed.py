@@ -111,8 +111,8 @@ def _config(plan: Plan, ranks: Sequence[RankEntry], stage: int) -> bytes:
 def _hostfile(plan: Plan, ranks: Sequence[RankEntry]) -> bytes:
     """All devices of the hosts in use; ``--include`` leaves out those without samples."""
     slots = {
-        host.name: len(plan.cluster.host_devices(index))
-        for index, host in enumerate(plan.cluster.hosts)
+        host.name: len(devices)
+        for host, devices in zip(plan.cluster.hosts, plan.cluster.host_devices, strict=True)
     }
     return "".join(f"{host} slots={slots[host]}\n" for host in by_host(ranks)).encode()
 

@@ -187,7 +187,7 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     program = lower(plan.graph, cluster, plan.strategy, num_steps=1)
     idle = set(LoweredStrategy(program, plan.strategy, plan.graph).idle)
     for host in range(cluster.num_hosts):
-        members = set(cluster.host_devices(host))
+        members = set(cluster.host_devices[host])
         if not members <= idle and len({cluster.devices[each].type for each in members}) > 1:
             idle -= members
     if not idle:
@@ -266,7 +266,7 @@ def ranks_of(
                 type=device.type.name,
                 kind="cpu" if is_cpu(device.type.name) else "cuda",
                 host=cluster.hosts[device.host_index].name,
-                local_device=cluster.host_devices(device.host_index).index(index),
+                local_device=cluster.host_devices[device.host_index].index(index),
                 first_sample=first,
                 batch_size=sum(counts),
                 micro_batches=counts,

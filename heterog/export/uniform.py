@@ -147,7 +147,7 @@ def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
 
 
 def _is_sum(graph: OpGraph, index: int, given: tuple[Placement, ...]) -> bool:
-    result = propagate(graph.call(index), given, graph.batch_size)
+    result = propagate(graph.calls[index], given, graph.batch_size)
     return result is not None and set(result.outputs) == {P}
 
 

@@ -117,7 +117,7 @@ class AxisPlan:
         """
         if self.placements[tensor] != S(needed.dim) or int(self.tensor_axis[tensor]) != axis:
             return False
-        along = self.batch_placement(tensor)
+        along = self.batch_placements[tensor]
         if needed.pattern and self.axes[BATCH_AXIS] == 1:
             return along.kind == "S" and (tensor not in self.viewed or tensor in self.reshaped)
         return tensor not in self.viewed and along.kind == "S" and along.dim != needed.dim
@@ -127,10 +127,11 @@ class AxisPlan:
         is_split = self.placements[tensor].kind == "S"
         return is_split and self.whole_needed(op, position, tensor) == AS_MADE
 
-    def batch_placement(self, tensor: int) -> Placement:
-        """Placement of a tensor along the batch: over devices, or over teams if a rule made it."""
-        is_ruled = self._axis_of_tensor[tensor] != BATCH_AXIS
-        return (self.batch.placements if is_ruled else self.placements)[tensor]
+    @cached_property
+    def batch_placements(self) -> tuple[Placement, ...]:
+        """Placements of tensors along the batch: over devices, or over teams if a rule made it."""
+        both = zip(self._axis_of_tensor, self.placements, self.batch.placements, strict=True)
+        return tuple(own if axis == BATCH_AXIS else batch for axis, own, batch in both)
 
     def batch_needed(self, op: int, position: int) -> Placement:
         """Placement along the batch in which an op needs an input."""
@@ -140,7 +141,7 @@ class AxisPlan:
     def whole_needed(self, op: int, position: int, tensor: int) -> int:
         """How much of an input an op needs; see ``AS_MADE``, ``IN_TEAM`` and ``EVERYTHING``."""
         axis = self._axis_of_op[op]
-        given = self.batch_placement(tensor)
+        given = self.batch_placements[tensor]
         if given.kind in "SP" and given != self.batch_needed(op, position):
             return EVERYTHING
         if not self.is_whole_needed(tensor, self.needed[op][position], axis):
@@ -466,7 +467,7 @@ class _Propagation:
         ):
             self._add_as_in_batch(op)
             return
-        result = propagate(self.graph.call(op), given, max(self.axes[axis], 1))
+        result = propagate(self.graph.calls[op], given, max(self.axes[axis], 1))
         if result is None:
             result = RuleResult((R,) * len(given), (R,) * len(self.graph.outputs[op]))
         self._add(result.inputs, result.outputs, result.special, axis)
@@ -550,7 +551,7 @@ def placed_view(
     if tensor not in known:
         view = int(graph.producer[tensor])
         source = placed_view(graph, graph.ops[view].inputs[0], known, units)
-        result = None if source is None else propagate(graph.call(view), (source,), units)
+        result = None if source is None else propagate(graph.calls[view], (source,), units)
         if result is None or result.inputs != (source,):
             return None
         known.update(zip(graph.outputs[view], result.outputs, strict=True))

@@ -185,7 +185,7 @@ def _rule_of(
     with claims_checked(f"the args, inputs and outputs of {name} do not fit its kind"):
         result = None if rows is None else rows.rule(index, given)
         if result is None:
-            result = built_in_rule(graph.call(index), given, graph.batch_size, name)
+            result = built_in_rule(graph.calls[index], given, graph.batch_size, name)
         if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
             graph, index, follows_batch
         ):
@@ -347,14 +347,14 @@ def _early_totals(
         for tensor, place in zip(op.inputs, needed[index], strict=True):
             if placements[tensor] != P or place == P or op.phase == Phase.UPDATE:
                 continue
-            least, first = graph.tensors[tensor].meta.num_elements, None
+            least, first = graph.tensors[tensor].num_elements, None
             while (maker := int(graph.producer[tensor])) >= 0:
                 partial = [each for each in graph.ops[maker].inputs if placements[each] == P]
                 if len(partial) != 1 or not set(needed[maker]) <= {P, R} or P not in needed[maker]:
                     break
                 (tensor,) = partial
-                if graph.tensors[tensor].meta.num_elements <= least:
-                    least, first = graph.tensors[tensor].meta.num_elements, maker
+                if graph.tensors[tensor].num_elements <= least:
+                    least, first = graph.tensors[tensor].num_elements, maker
             if first is not None:
                 read, made = len(graph.ops[first].inputs), graph.ops[first].num_outputs
                 rules[first] = RuleResult((R,) * read, (R,) * made)

@@ -125,7 +125,7 @@ class GraphReader:
         if self.phases[index] == Phase.UPDATE:
             self._check_update(index)
             # Reads parameter, gradient and state; writes parameter and state.
-            size = float(self.metas[self.inputs[index][0]].meta.num_bytes)
+            size = float(self.metas[self.inputs[index][0]].num_bytes)
             state = self.spec.optimizer_state_ratio
             read, written = size * (2.0 + state), size * (1.0 + state)
         else:
@@ -356,7 +356,7 @@ class GraphReader:
                 )
 
     def _check_tensor(self, tensor: int, meta: GraphTensor, *, is_input: bool) -> None:
-        if meta.meta.num_bytes > _MOST_TENSOR_BYTES:
+        if meta.num_bytes > _MOST_TENSOR_BYTES:
             raise GraphError(
                 f"{self._name(tensor)} of shape {list(meta.shape)[:8]} would have more than "
                 f"{format_bytes(_MOST_TENSOR_BYTES)}."

@@ -178,7 +178,7 @@ def leave_unsorted(graph: OpGraph, module: fx.GraphModule, nodes: Sequence[fx.No
         nodes: Its node of each op that is no update.
     """
     for op in range(graph.num_ops):
-        if _sorts(graph.call(op)):
+        if _sorts(graph.calls[op]):
             _Sorted(graph, module, nodes, op).leave()
     module.graph.eliminate_dead_code()
 
@@ -244,7 +244,7 @@ class _Sorted:
             for op in range(self._op + 1, self._graph.num_ops):
                 roots = {self._root(tensor) for tensor in self._graph.ops[op].inputs}
                 if not roots.isdisjoint(self._dims) or not roots.isdisjoint(self._inverses):
-                    self._follow(op, self._graph.call(op))
+                    self._follow(op, self._graph.calls[op])
         except _OrderMatters:
             return
         if self._has_products:

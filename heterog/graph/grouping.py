@@ -132,7 +132,7 @@ def alike_groups(graph: OpGraph) -> IntArray:
     known: dict[OpCall, object] = {}
     for index, op in enumerate(graph.ops):
         if grouping.group[index] != CONSTANT_GROUP:
-            call = graph.call(index)
+            call = graph.calls[index]
             if call not in known:
                 known[call] = _all_but_factors(call)
             parts[grouping.group[index]].append((known[call], op.rule))

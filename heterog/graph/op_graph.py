@@ -102,11 +102,9 @@ class TensorKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphTensor:
+class GraphTensor(TensorMeta):
     """One tensor: global shape, dtype, kind, and a name if it is an input of the step."""
 
-    shape: tuple[int, ...]
-    dtype: str
     kind: TensorKind = TensorKind.ACTIVATION
     name: str = ""
 
@@ -297,7 +295,7 @@ class OpGraph:
     @cached_property
     def tensor_bytes(self) -> npt.NDArray[np.int64]:
         """Global bytes of each tensor.  # [num_tensors]"""
-        return np.array([tensor.meta.num_bytes for tensor in self.tensors], np.int64)
+        return np.array([tensor.num_bytes for tensor in self.tensors], np.int64)
 
     @cached_property
     def is_view(self) -> npt.NDArray[np.bool_]:
@@ -435,7 +433,7 @@ class OpGraph:
     @cached_property
     def num_parameters(self) -> int:
         """Number of scalar parameters, tied ones counted once."""
-        return sum(self.tensors[i].meta.num_elements for i in self.parameters)
+        return sum(self.tensors[i].num_elements for i in self.parameters)
 
     @cached_property
     def phases(self) -> IntArray:
@@ -452,12 +450,9 @@ class OpGraph:
         """Bytes read and written by each op at global size.  # [num_ops]"""
         return np.array([op.bytes_read + op.bytes_written for op in self.ops], np.float64)
 
-    def call(self, index: int) -> OpCall:
-        """The op in the form that sharding rules take; one object for all ops that are alike."""
-        return self._calls[index]
-
     @cached_property
-    def _calls(self) -> tuple[OpCall, ...]:
+    def calls(self) -> tuple[OpCall, ...]:
+        """The ops in the form that sharding rules take; one object for all that are alike."""
         metas = [tensor.meta for tensor in self.tensors]
         known: dict[tuple[object, ...], OpCall] = {}
         found = []

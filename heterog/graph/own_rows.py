@@ -80,18 +80,18 @@ class OwnRows:
         if call.kind not in INDEXED | BAGS | ROWS_BY_ONE_INDEX:
             return None
         for position, tensor in enumerate(call.inputs):
-            step, count = self._steps.get(tensor, 0), graph.tensors[tensor].meta.num_elements
+            step, count = self._steps.get(tensor, 0), graph.tensors[tensor].num_elements
             places = self._places.get(tensor)
             if call.kind in BAGS and step:
-                found = split_by_bags(graph.call(index), given, graph.batch_size, position, step)
+                found = split_by_bags(graph.calls[index], given, graph.batch_size, position, step)
             elif call.kind in INDEXED and step == 1:
-                found = split_by_own_rows(graph.call(index), given, count, position)
+                found = split_by_own_rows(graph.calls[index], given, count, position)
             elif call.kind in INDEXED and tensor in self._repeated:
                 count, dim = self._repeated[tensor]
-                found = split_by_own_rows(graph.call(index), given, count, position, dim)
+                found = split_by_own_rows(graph.calls[index], given, count, position, dim)
             elif call.kind not in BAGS and places and given[position] == places.split:
                 rows = places.size * graph.batch_size
-                found = split_by_places(graph.call(index), given, rows, position)
+                found = split_by_places(graph.calls[index], given, rows, position)
             if found is not None:
                 return found
         return None
@@ -101,7 +101,7 @@ class OwnRows:
         made, source = self._graph.outputs[index][:1], op.inputs[0] if op.inputs else -1
         if op.num_outputs != 1:
             return
-        meta = tensors[made[0]].meta
+        meta = tensors[made[0]]
         if (
             not meta.num_elements
             or meta.num_elements % self._graph.batch_size
@@ -113,13 +113,13 @@ class OwnRows:
             step = args.get("step")
             if args.get("start") in (None, 0):
                 self._steps[made[0]] = step if isinstance(step, int) else 1
-        elif source in self._steps and tensors[source].meta.num_elements == meta.num_elements:
+        elif source in self._steps and tensors[source].num_elements == meta.num_elements:
             if op.kind == "mul.Tensor" and isinstance(number, int):
                 self._steps[made[0]] = self._steps[source] * number
             elif op.kind in _SAME_ORDER or (op.kind == "add.Tensor" and number == 0):
                 self._steps[made[0]] = self._steps[source]  # transformers adds an offset of zero
         elif op.kind in ("expand.default", "repeat.default") and self._steps.get(source) == 1:
-            count, shape = tensors[source].meta.num_elements, tensors[source].shape
+            count, shape = tensors[source].num_elements, tensors[source].shape
             if count > 1 and max(shape) == count:
                 dim = len(meta.shape) - len(shape) + shape.index(count)
                 if meta.shape[dim] == count:
@@ -131,7 +131,7 @@ class OwnRows:
         made, args = self._graph.outputs[index], op.args
         if op.kind in _PLACES:
             shape = self._graph.tensors[op.inputs[0]].shape
-            along = dimension(self._graph.call(index), "dim", len(shape), default=-1)
+            along = dimension(self._graph.calls[index], "dim", len(shape), default=-1)
             if shape and not (op.kind.startswith("arg") and args.get("dim") is None):
                 self._below[made[_PLACES[op.kind]]] = shape[along]
         elif op.kind == "clamp.default":
@@ -143,7 +143,7 @@ class OwnRows:
 
     def _has_same_integers(self, index: int, op: GraphOp) -> bool:
         (made, *_) = self._graph.outputs[index] or (-1,)
-        return op.kind in _SAME_VALUES and self._graph.tensors[made].meta.dtype in _WIDE
+        return op.kind in _SAME_VALUES and self._graph.tensors[made].dtype in _WIDE
 
     def _place(self, index: int, op: GraphOp) -> None:
         graph, made = self._graph, self._graph.outputs[index]
@@ -157,6 +157,6 @@ class OwnRows:
                     self._places[made[0]] = _Places(size, S(dim))
         elif self._has_same_integers(index, op) and op.inputs[0] in self._places:
             size, split = self._places[op.inputs[0]]
-            result = propagate(graph.call(index), (split,), graph.batch_size)
+            result = propagate(graph.calls[index], (split,), graph.batch_size)
             if result and result.inputs == (split,) and result.outputs[0].kind == "S":
                 self._places[made[0]] = _Places(size, result.outputs[0])

@@ -71,7 +71,7 @@ def _checked(graph: OpGraph, batch: BatchPlan, op: int, rule: OpRule) -> RuleRes
         rule.units == graph.batch_size or _is_whole(rule)
     ):
         return stated
-    result = None if given is not None else propagate(graph.call(op), rule.inputs, rule.units)
+    result = None if given is not None else propagate(graph.calls[op], rule.inputs, rule.units)
     if result is None and _is_whole(rule):
         result = stated
     if result is None or (result.inputs, result.outputs) != (rule.inputs, rule.outputs):

@@ -195,7 +195,7 @@ def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, Rule
 def _rule(graph: OpGraph, op: int, dim: int) -> RuleResult | None:
     """The rule by which an op makes one sample of its result from one of its inputs."""
     with claims_checked(f"the args of op {op} do not fit its built-in sharding rule"):
-        for rule in legal_rules(graph.call(op), graph.batch_size):
+        for rule in legal_rules(graph.calls[op], graph.batch_size):
             split = any(place.kind == "S" for place in rule.inputs)
             if split and rule.outputs == (S(dim),) and rule.special is None:
                 return rule
@@ -235,7 +235,7 @@ class _Samples:
                     return
                 maker = self._node_of_op[int(graph.producer[source])]
                 instead[maker] = self._one[source, place.dim]
-        call = graph.call(op)
+        call = graph.calls[op]
         args, keywords = _resized(node, call, local_args(call, rule, 1, graph.batch_size))
         args, keywords = fx.map_arg((args, keywords), lambda given: instead.get(given, given))
         self._one[tensor, dim] = insert_before(self._module, node, node.target, args, keywords)

@@ -217,9 +217,7 @@ def transfer_s(
         old: Strategy of the plan that ran, and the device of the whole cluster of each rank.
         new: The same for the plan to change to.
     """
-    sizes = np.array(
-        [graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates], np.float64
-    )
+    sizes = np.array([graph.tensors[each].num_bytes for _, each, _ in graph.updates], np.float64)
     _, _, owned = held(graph, old[0], len(old[1]))
     value, state, _ = held(graph, new[0], len(new[1]))
     have = np.zeros((len(sizes), cluster.num_hosts))
@@ -233,5 +231,5 @@ def transfer_s(
         num_bytes[host] = 0.0
         sent += num_bytes
         received[host] += num_bytes.sum()
-    rates = np.array([cluster.nic_bandwidth_bytes_per_s(h) for h in range(cluster.num_hosts)])
+    rates = np.array(cluster.nic_bandwidth_bytes_per_s)
     return float(max((sent / rates).max(), (received / rates).max()))

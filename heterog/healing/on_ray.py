@@ -93,7 +93,7 @@ class RayCrew(Crew):
 
     def lost_with(self, device: int) -> Sequence[int]:
         """See ``Crew``: those of its host."""
-        return self._cluster.host_devices(self._host_of[device])
+        return self._cluster.host_devices[self._host_of[device]]
 
     def lend(self) -> Path:
         """See ``Crew``; what there was before of what hosts lend is removed."""

@@ -144,7 +144,7 @@ class Planning:
             StrategyError: there is none.
         """
         running = self._running(question)
-        mark, barrier = evaluator.cluster.fingerprint(), running.strategy.step_barrier
+        mark, barrier = evaluator.cluster.fingerprint, running.strategy.step_barrier
         tried = [replace(load_plan(path).strategy, cluster=mark) for path in question.tried]
         now = Candidate(
             strategy=replace(running.strategy, cluster=mark),
@@ -188,7 +188,7 @@ class Planning:
         """Predicted step time of the running plan on the devices that it runs on."""
         running = self._running(question)
         evaluator = self._evaluator(question, question.running.devices)
-        strategy = replace(running.strategy, cluster=evaluator.cluster.fingerprint())
+        strategy = replace(running.strategy, cluster=evaluator.cluster.fingerprint)
         judged = evaluator.referee(strategy, Order[running.order.upper()])
         return judged.step_time_s
 

@@ -76,7 +76,7 @@ class HealingRank:
         self._plan = plan = load_plan(assignment.plan)
         folder = Path(assignment.folder)
         graph = plan.graph
-        num_bytes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)
+        num_bytes = sum(graph.tensors[each].num_bytes for _, each, _ in graph.updates)
         # Whoever writes a snapshot is waited for as if the disk were slow.
         self._written_s = (1 + graph.optimizer_state_ratio) * num_bytes / SLOW_BYTES_PER_S
         self._step, workload = set_up(plan, request, _captured.get(folder))

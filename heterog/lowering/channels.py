@@ -434,7 +434,7 @@ def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int
     """
     hosts = [cluster.host_of[device] for device in devices]
     of_host = {
-        host: cluster.nic_bandwidth_bytes_per_s(host) / count
+        host: cluster.nic_bandwidth_bytes_per_s[host] / count
         for host, count in Counter(hosts).items()
     }
     rates = [of_host[host] for host in hosts]
@@ -450,7 +450,7 @@ def balanced_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ..
     none, and the others are solved again. With H <= 2 slices do not matter and are equal.
     """
     hosts = sorted({cluster.host_of[device] for device in devices})
-    rates = np.array([cluster.nic_bandwidth_bytes_per_s(host) for host in hosts])
+    rates = np.array([cluster.nic_bandwidth_bytes_per_s[host] for host in hosts])
     weights: npt.NDArray[np.float64] = np.full(len(hosts), 1.0 / len(hosts))
     if len(hosts) > 2:
         active = np.ones(len(hosts), np.bool_)

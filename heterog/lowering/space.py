@@ -79,7 +79,7 @@ def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     natural unions come first: whole kinds, then halves, quarters, ... of a kind. At most 256 sets,
     among which is a host of each kind.
     """
-    hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
+    hosts = cluster.host_devices
     everything = tuple(range(cluster.num_devices))
     types = grouped((cluster.type_index[device], device) for device in everything)
     # Where there is no room for all, each kind of hosts has one before others of a kind.
@@ -280,7 +280,7 @@ class StrategySpace:
         decided = DistinctDecisions(decisions, of_group.astype(np.int32))
         return Strategy(
             graph=self.graph.fingerprint,
-            cluster=self.cluster.fingerprint(),
+            cluster=self.cluster.fingerprint,
             decisions=tuple(self.candidates[number] for number in row),
             homes=tuple(int(home) for home in self._homes_of(decided, rules.tables)),
             micro_batches=settings.micro_batches,

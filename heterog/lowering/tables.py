@@ -18,7 +18,7 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, Ax
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase, TensorKind
-from heterog.graph.placement import OpRules, Placement, TensorMeta
+from heterog.graph.placement import ITEM_BYTES, OpRules, Placement
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES
 from heterog.lowering.kernels import by_reference
 from heterog.lowering.sparse_tables import SparseTables, sparse_tables, starts_of
@@ -329,7 +329,7 @@ class _Builder:
     def _value_tables(self) -> dict[str, Any]:
         graph, plan, values = self.graph, self.plan, self.values
         kinds = [KIND_NUMBER[plan.placements[tensor].kind] for tensor in values]
-        over_batch = [plan.batch_placement(tensor) for tensor in values]
+        over_batch = [plan.batch_placements[tensor] for tensor in values]
         sizes = graph.tensor_bytes[values].astype(np.float64)
         split = np.array(kinds) == KIND_NUMBER["S"]
         units = np.array([max(plan.axes[plan.tensor_axis[tensor]], 1) for tensor in values])
@@ -402,7 +402,7 @@ class _Builder:
             "parameter_bytes": np.array(sizes),
             "stepped_bytes": np.array(
                 [
-                    float(TensorMeta(graph.tensors[p].shape, graph.stepped_dtype(p)).num_bytes)
+                    float(graph.tensors[p].num_elements * ITEM_BYTES[graph.stepped_dtype(p)])
                     for _, p, _ in graph.updates
                 ]
             ),
@@ -440,9 +440,7 @@ class _Builder:
     def _batch_tables(self) -> dict[str, Any]:
         """Bytes that stay on a device for the step: common to all devices, and of the batch."""
         graph = self.graph
-        batch_bytes = float(
-            sum(graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH))
-        )
+        batch_bytes = float(sum(graph.tensor_bytes[tensor] for tensor in graph.batch))
         common = (
             *graph.inputs_of_kind(TensorKind.BUFFER),
             *graph.inputs_of_kind(TensorKind.CONSTANT),
@@ -506,7 +504,7 @@ class _Builder:
     def _domain(self, value: int, parameter_axis: int) -> int:
         """The ``Domain`` of a gradient, by the value that holds it."""
         plan, tensor = self.plan, self.values[value]
-        over_teams = plan.batch_placement(tensor).kind == "P"
+        over_teams = plan.batch_placements[tensor].kind == "P"
         if plan.tensor_axis[tensor] == BATCH_AXIS:
             return Domain.ALL if over_teams else Domain.NOBODY
         if plan.placements[tensor].kind == "P":
@@ -518,7 +516,7 @@ class _Builder:
     def _batch_is_read_whole(self) -> bool:
         """Whether some op needs samples of the batch that its device does not have."""
         graph, plan = self.graph, self.plan
-        inputs = set(graph.inputs_of_kind(TensorKind.BATCH))
+        inputs = set(graph.batch)
         return any(
             max(self.ways.gathered[tensor], plan.whole_needed(index, position, tensor))
             == EVERYTHING
@@ -529,7 +527,7 @@ class _Builder:
 
     def _groups_that_read_for_teams(self) -> IntArray:
         graph, plan = self.graph, self.plan
-        inputs = set(graph.inputs_of_kind(TensorKind.BATCH))
+        inputs = set(graph.batch)
         found = np.zeros(self.grouping.num_groups, np.int32)
         for index in self.ops:
             is_read = any(int(graph.storage[each]) in inputs for each in graph.ops[index].inputs)

@@ -163,7 +163,7 @@ def recut_of(graph: OpGraph, plan: AxisPlan, op: int) -> Recut:
 
 def row_bytes(graph: OpGraph, plan: AxisPlan, tensor: int) -> float:
     """Bytes of one number per row of a value that members complete, in float32 at least."""
-    meta = graph.tensors[tensor].meta
+    meta = graph.tensors[tensor]
     num_rows = meta.num_elements / meta.shape[plan.placements[tensor].dim]
     return num_rows * max(item_bytes(graph, tensor), _LEAST_BYTES)
 
@@ -171,6 +171,6 @@ def row_bytes(graph: OpGraph, plan: AxisPlan, tensor: int) -> float:
 def item_bytes(graph: OpGraph, tensor: int) -> int:
     """Bytes of each element of a tensor; 0 if it is not of floating-point numbers."""
     meta = graph.tensors[tensor]
-    if "float" not in meta.dtype or not meta.meta.num_elements:
+    if "float" not in meta.dtype or not meta.num_elements:
         return 0
-    return int(graph.tensor_bytes[tensor]) // meta.meta.num_elements
+    return int(graph.tensor_bytes[tensor]) // meta.num_elements

@@ -62,7 +62,7 @@ def renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> St
     schedule = strategy.schedule
     return replace(
         strategy,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=tuple(made[decision] for decision in strategy.decisions),
         homes=tuple(home if home == REPLICATED else place[home] for home in strategy.homes),
         micro_batches=tuple(map(tuple, micro.tolist())) if strategy.micro_batches else (),

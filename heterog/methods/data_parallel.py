@@ -73,7 +73,7 @@ def uniform_strategy(
     graph = evaluator.graph
     return Strategy(
         graph=graph.fingerprint,
-        cluster=evaluator.cluster.fingerprint(),
+        cluster=evaluator.cluster.fingerprint,
         decisions=(decision,) * group_ops(graph).num_groups,
         homes=homes or (REPLICATED,) * len(graph.updates),
         micro_batches=micro_batches,
@@ -361,7 +361,7 @@ class _Enumeration(Trials):
                 for device, share in zip(each.devices, each.shares, strict=True)
             )
             hosts = {cluster.host_of[device] for device in each.devices}
-            slowest = min(cluster.nic_bandwidth_bytes_per_s(host) for host in hosts)
+            slowest = min(cluster.nic_bandwidth_bytes_per_s[host] for host in hosts)
             sent_bytes = 2.0 * float(self._bytes.sum()) * (len(hosts) - 1) / len(hosts)
             return compute_s + sent_bytes / slowest
 
@@ -423,7 +423,7 @@ class _Enumeration(Trials):
         if len(devices) == 1:
             return
         fastest = max(
-            devices, key=lambda each: cluster.nic_bandwidth_bytes_per_s(cluster.host_of[each])
+            devices, key=lambda each: cluster.nic_bandwidth_bytes_per_s[cluster.host_of[each]]
         )
         yield (fastest,) * len(self._bytes)
         yield tuple(balanced_homes(self._bytes, devices).tolist())
@@ -436,7 +436,7 @@ class _Enumeration(Trials):
         for host in dict.fromkeys(host_of_home.tolist()):
             senders = int((hosts[list(replicas.devices)] != host).sum())
             received_bytes = float(self._bytes[host_of_home == host].sum()) * senders
-            if received_bytes / cluster.nic_bandwidth_bytes_per_s(host) > self.limit_s:
+            if received_bytes / cluster.nic_bandwidth_bytes_per_s[host] > self.limit_s:
                 return
         self._judge(replicas, num_micro, Sync.PARAMETER_SERVER, homes=homes)
 
@@ -450,7 +450,7 @@ def class_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     classes = grouped(
         (kind, device)
         for host, kind in enumerate(cluster.host_kind)
-        for device in cluster.host_devices(host)
+        for device in cluster.host_devices[host]
     )
     sets = (
         tuple(sorted(device for devices in chosen for device in devices))

@@ -43,7 +43,7 @@ def on_hosts(strategy: Strategy, cluster: Cluster, order: Sequence[int]) -> Stra
     """
     device_of = [0] * cluster.num_devices
     for place, host in enumerate(order):
-        pair = cluster.host_devices(place), cluster.host_devices(host)
+        pair = cluster.host_devices[place], cluster.host_devices[host]
         for before, after in zip(*pair, strict=True):
             device_of[before] = after
     return renumbered(strategy, device_of, cluster)
@@ -171,8 +171,8 @@ def _slowest(inverse: FloatArray, members: IntArray) -> FloatArray:
 def hosts_by_kind(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Hosts of each kind, kinds in order of their first host."""
     kinds = grouped(
-        (kind_of_host(host, (cluster.devices[d] for d in cluster.host_devices(index))), index)
-        for index, host in enumerate(cluster.hosts)
+        (kind_of_host(cluster.hosts[index], (cluster.devices[d] for d in devices)), index)
+        for index, devices in enumerate(cluster.host_devices)
     )
     return tuple(map(tuple, kinds.values()))
 
@@ -257,13 +257,13 @@ def _greedy_path(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
 
 def _bytes_per_s(cluster: Cluster, one: int, other: int) -> float:
-    src, dst = cluster.host_devices(one)[0], cluster.host_devices(other)[0]
+    src, dst = cluster.host_devices[one][0], cluster.host_devices[other][0]
     return cluster.bottleneck_bytes_per_s(src, dst)
 
 
 def _by_speed(cluster: Cluster, hosts: Iterable[int]) -> tuple[int, ...]:
     def flops(host: int) -> float:
-        types = (cluster.device_types[cluster.type_index[d]] for d in cluster.host_devices(host))
+        types = (cluster.device_types[cluster.type_index[d]] for d in cluster.host_devices[host])
         return sum(each.peak_flops_per_s["float32"] for each in types)
 
     return tuple(sorted(hosts, key=lambda host: (-flops(host), host)))

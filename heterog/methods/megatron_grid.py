@@ -148,7 +148,7 @@ class _Grid(PointSearch[_Point]):
 
     def _machines(self) -> Iterator[tuple[int, ...]]:
         """All machines, those without the slowest kinds, and fewer of these, whole hosts only."""
-        hosts = [self.cluster.host_devices(host) for host in range(self.cluster.num_hosts)]
+        hosts = self.cluster.host_devices
         slowest = [round(min(self.speeds[device] for device in host), 9) for host in hosts]
         for least in sorted(set(slowest)):
             fast = [host for host, own in zip(hosts, slowest, strict=True) if own >= least]
@@ -431,7 +431,7 @@ def unlike_devices(cluster: Cluster, devices: Sequence[int]) -> int:
     hosts = {
         cluster.host_kind[cluster.host_of[device]]: cluster.host_of[device] for device in devices
     }
-    return sum(len(cluster.host_devices(host)) for host in hosts.values())
+    return sum(len(cluster.host_devices[host]) for host in hosts.values())
 
 
 def uniform_layouts(

@@ -160,7 +160,7 @@ def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) 
     sizes = split_evenly(graph.batch_size, num_micro)
     return Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=tuple(
             Decision(devices=(device,), shares=(graph.batch_size,)) for device in device_of_group
         ),

@@ -73,11 +73,11 @@ def stage_sequences(cluster: Cluster) -> list[Stages]:
     subsets of kinds, sorted by kind in both directions, in blocks of equal size; also communities
     of near machines in both directions, each cut into its own blocks.
     """
-    hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
+    hosts = cluster.host_devices
     kinds = [
         (
             tuple(cluster.device_types[cluster.type_index[device]].name for device in host),
-            cluster.nic_bandwidth_bytes_per_s(index),
+            cluster.nic_bandwidth_bytes_per_s[index],
             # Among few machines the lines between them (``pairs``) matter, too.
             cluster.host_kind[index] if len(hosts) <= _MOST_HOSTS else 0,
         )
@@ -290,7 +290,7 @@ class _Enumeration(Enumeration[_Point]):
         """Bytes per second of the slowest link over which a stage's gradients are summed."""
         hosts = {self.cluster.host_of[device] for device in devices}
         if len(hosts) > 1:
-            return min(self.cluster.nic_bandwidth_bytes_per_s(host) for host in hosts)
+            return min(self.cluster.nic_bandwidth_bytes_per_s[host] for host in hosts)
         (host,) = hosts
         inner = self.cluster.hosts[host].intra.bandwidth_bytes_per_s
         return inner if len(devices) > 1 else np.inf

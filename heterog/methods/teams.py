@@ -53,7 +53,7 @@ def team_sizes(cluster: Cluster, rules: TeamRules | None) -> list[int]:
 
 def host_sizes(cluster: Cluster, most: int) -> list[int]:
     """Sizes of teams inside hosts up to ``most``: powers of two and the largest host."""
-    largest = max(len(cluster.host_devices(host)) for host in range(cluster.num_hosts))
+    largest = max(map(len, cluster.host_devices))
     most = min(largest, most)
     sizes = {1 << power for power in range(1, most.bit_length())} | {most}
     return sorted((size for size in sizes if 1 < size <= most), reverse=True)

@@ -16,7 +16,7 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 
 def machine_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
     """Device sets of whole machines, the largest first; at most 256 (see ``space``)."""
-    hosts = [set(cluster.host_devices(index)) for index in range(cluster.num_hosts)]
+    hosts = [set(devices) for devices in cluster.host_devices]
     whole = [
         devices
         for devices in device_sets(cluster)

@@ -101,7 +101,7 @@ class UnitSearch(PointSearch[UnitPoint]):
         self.graph = problem.evaluator.graph
         self.cluster = problem.evaluator.cluster
         self.speeds = problem.evaluator.speeds
-        self.hosts = tuple(map(self.cluster.host_devices, range(self.cluster.num_hosts)))
+        self.hosts = self.cluster.host_devices
         self.why_nothing = why_needless(self.graph, self.cluster)
 
     @abstractmethod

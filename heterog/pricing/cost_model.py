@@ -223,7 +223,7 @@ def between_hosts_by_nccl(
         return found
     ring = tree = 0.0
     for host, own in members.items():
-        rate = cluster.nic_bandwidth_bytes_per_s(host)
+        rate = cluster.nic_bandwidth_bytes_per_s[host]
         nics = cluster.nics(own, 0)
         least = rate / sum(cluster.resources[nic].bandwidth_bytes_per_s for nic in nics)
         of_ring = of_tree = least

@@ -83,8 +83,8 @@ def view_lanes(timeline: Timeline) -> list[ViewLane]:
         uses[number, list(program.channels[number].traffic())] = True
     devices = program.device[on_devices]
     lanes = []
-    for host in range(cluster.num_hosts):
-        for device in cluster.host_devices(host):
+    for host, own in enumerate(cluster.host_devices):
+        for device in own:
             name = f"{cluster.devices[device].name} ({cluster.devices[device].type.name})"
             lanes.append(_lane(timeline, name, device, host, on_devices[devices == device]))
         for number, resource in enumerate(cluster.resources):

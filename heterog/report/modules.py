@@ -139,7 +139,7 @@ def columns_by_host(cluster: Cluster) -> tuple[DeviceColumn, ...]:
     """A column per host; several if a host has several types."""
     columns = []
     for index, host in enumerate(cluster.hosts):
-        by_type = _by_type(cluster, cluster.host_devices(index))
+        by_type = _by_type(cluster, cluster.host_devices[index])
         columns += [
             DeviceColumn(
                 head=host.name if len(by_type) == 1 else f"{host.name} {kind}",

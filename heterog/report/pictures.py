@@ -38,8 +38,7 @@ def cluster_picture(explanation: Explanation) -> str:
     cluster = explanation.plan.cluster
     told = _ranges_of_devices(explanation)
     cards: dict[tuple[object, ...], list[int]] = {}
-    for index in range(cluster.num_hosts):
-        devices = cluster.host_devices(index)
+    for index, devices in enumerate(cluster.host_devices):
         alike = [
             (cluster.devices[each].type, *told.get(each, []), percent(explanation.busy[each]))
             for each in devices
@@ -52,7 +51,7 @@ def cluster_picture(explanation: Explanation) -> str:
 def _host_facts(explanation: Explanation, index: int) -> str:
     """Devices and links of a host, in words."""
     cluster = explanation.plan.cluster
-    host, devices = cluster.hosts[index], cluster.host_devices(index)
+    host, devices = cluster.hosts[index], cluster.host_devices[index]
     facts = [", ".join(dict.fromkeys(cluster.devices[device].type.name for device in devices))]
     if len(devices) > 1:
         facts.append(f"{host.intra.kind} {host.intra.bandwidth_bytes_per_s / 1e9:g} GB/s")
@@ -72,7 +71,7 @@ def _card(
     if len(names) > 1:
         link = " and " if len(names) == 2 else " to "
         name = f"{len(names)} hosts: {names[0]}{link}{names[-1]}"
-    devices = explanation.plan.cluster.host_devices(hosts[0])
+    devices = explanation.plan.cluster.host_devices[hosts[0]]
     return (
         f'<figure class="host"><figcaption><b>{escape(name)}</b> '
         f"{escape(_host_facts(explanation, hosts[0]))}</figcaption>"

@@ -72,7 +72,7 @@ def _differences(plans: Sequence[NamedPlan]) -> list[str]:
         "The batches differ: compare samples per second, not step times.": lambda plan: (
             plan.graph.batch_size
         ),
-        "The clusters differ.": lambda plan: plan.cluster.fingerprint(),
+        "The clusters differ.": lambda plan: plan.cluster.fingerprint,
         "The predictions come from different cost models.": lambda plan: plan.calibration,
     }
     return [note for note, of in asked.items() if len({of(each.plan) for each in plans}) > 1]

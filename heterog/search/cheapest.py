@@ -72,7 +72,7 @@ class HostSubset:
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """Device of the whole cluster for each device of the part."""
-        return tuple(d for host in self.hosts for d in self.whole.host_devices(host))
+        return tuple(d for host in self.hosts for d in self.whole.host_devices[host])
 
     @cached_property
     def part(self) -> Cluster:
@@ -139,7 +139,7 @@ def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
     least_bytes = parameters_bytes * (1.0 + graph.optimizer_state_ratio)
     found = []
     for hosts in differing_sets(cluster):
-        devices = [device for host in hosts for device in cluster.host_devices(host)]
+        devices = [device for host in hosts for device in cluster.host_devices[host]]
         if sum(cluster.devices[d].usable_memory_bytes for d in devices) < least_bytes:
             continue
         compute_s = graph.batch_size / sum(speeds[device] for device in devices)
@@ -181,7 +181,7 @@ def _sync_s(cluster: Cluster, hosts: Sequence[int], num_devices: int, num_bytes:
     if len(hosts) == 1:
         rate = cluster.hosts[hosts[0]].intra.bandwidth_bytes_per_s
     else:
-        rate = min(cluster.nic_bandwidth_bytes_per_s(host) for host in hosts)
+        rate = min(cluster.nic_bandwidth_bytes_per_s[host] for host in hosts)
     return 2.0 * (num_devices - 1) / num_devices * num_bytes / rate
 
 

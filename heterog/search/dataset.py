@@ -100,7 +100,7 @@ class SolvedPair:
     def path(self, folder: Path) -> Path:
         """The pair's file in a folder: both names, and a fingerprint of the cluster."""
         name = re.sub(r"[^\w.-]+", "_", f"{self.graph.name}_on_{self.cluster.name}")
-        return folder / f"{name[:80]}_{self.cluster.fingerprint()[:8]}.json.gz"
+        return folder / f"{name[:80]}_{self.cluster.fingerprint[:8]}.json.gz"
 
     def save(self, folder: Path) -> Path:
         """Write the pair's file."""

@@ -272,7 +272,7 @@ class Evaluator(Runner):
         decision = Decision(devices=(0,), shares=(self.graph.batch_size,))
         strategy = Strategy(
             graph=self.graph.fingerprint,
-            cluster=self.cluster.fingerprint(),
+            cluster=self.cluster.fingerprint,
             decisions=(decision,) * self.tables.num_groups,
             homes=(REPLICATED,) * len(self.graph.updates),
         )

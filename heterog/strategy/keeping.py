@@ -143,7 +143,7 @@ def attention_scores(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
     for index, op in enumerate(graph.ops):
         if op.kind not in _SOFTMAX or op.phase != Phase.FORWARD:
             continue
-        size = graph.tensors[op.inputs[0]].meta.num_elements
+        size = graph.tensors[op.inputs[0]].num_elements
         before, after = _Between(graph, size), _Between(graph, size)
         if before.comes_from_product(op.inputs[0]) and after.goes_to_product(
             graph.outputs[index][0]
@@ -207,7 +207,7 @@ class _Between:
         return (
             op.phase == Phase.FORWARD
             and len(made) > 0
-            and graph.tensors[made[0]].meta.num_elements == self._size
+            and graph.tensors[made[0]].num_elements == self._size
             and TensorKind.PARAMETER not in reads
             and len(self._known) < _MOST_BETWEEN
         )
@@ -313,7 +313,7 @@ class Remakes:
             moved_fraction: Fraction of it that readers on other devices use.
         """
         graph = self._graph
-        if self._plan.batch_placement(tensor).kind != "S":
+        if self._plan.batch_placements[tensor].kind != "S":
             return None  # all devices hold the same part of it, often a single number
         ops = self._ops(int(graph.producer[tensor]))
         if ops is None:

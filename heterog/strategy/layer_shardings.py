@@ -139,7 +139,7 @@ def _brought(
         return None
     plan = batch_plan(graph)
     needed, places = plan.needed[maker], tuple(plan.placements[each] for each in made)
-    result = propagate(graph.call(maker), needed, graph.batch_size)
+    result = propagate(graph.calls[maker], needed, graph.batch_size)
     if result is None or (result.inputs, result.outputs) != (needed, places):
         return None
     for place in _cuts(graph.tensors[made[0]].shape, units):
@@ -254,7 +254,7 @@ def _gathered_gradients(graph: OpGraph, windows: "_Windows") -> Iterator[tuple[i
             continue
         inputs = tuple(R for _ in graph.ops[maker].inputs)
         rules = ((maker, OpRule(inputs=inputs, outputs=(R,), units=1)),)
-        result = propagate(graph.call(maker), inputs, graph.batch_size)
+        result = propagate(graph.calls[maker], inputs, graph.batch_size)
         if placements[gradient].kind != "P" or result is None or result.outputs != (R,):
             continue  # nothing to synchronise, or no such rule
         moved, size = moved_bytes(graph, rules), float(graph.tensor_bytes[parameter])
@@ -347,9 +347,9 @@ class _Windows:
     def is_worth_it(self, group: int) -> bool:
         """Whether a group's weights are large compared with its outputs."""
         tensors = self.graph.tensors
-        weights = sum(tensors[each].meta.num_bytes for each in self.parameters.get(group, ()))
+        weights = sum(tensors[each].num_bytes for each in self.parameters.get(group, ()))
         outputs = [tensor for op in self.ops[group] for tensor in self.graph.outputs[op]]
-        largest = max((tensors[each].meta.num_bytes for each in outputs), default=0)
+        largest = max((tensors[each].num_bytes for each in outputs), default=0)
         return 0 < LEAST_WEIGHTS * largest <= weights  # some ops only check, and have no output
 
     def signature(self, rules: OpRules, first: int) -> _Signature:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 
-from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, Scatter
 from heterog.graph.sharding_rules import RuleResult, propagate
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
@@ -44,8 +44,8 @@ def lengths(graph: OpGraph) -> tuple[int, ...]:
 
 def _sequences(graph: OpGraph) -> Iterator[tuple[int, int, int]]:
     """Tensor, dimension of the positions, and their number, for the sequences of a batch."""
-    for tensor in graph.inputs_of_kind(TensorKind.BATCH):
-        meta, along = graph.tensors[tensor].meta, graph.batch_placements[tensor]
+    for tensor in graph.batch:
+        meta, along = graph.tensors[tensor], graph.batch_placements[tensor]
         rank = 2 if "int" in meta.dtype else 3
         if along in (S(0), S(1)) and len(meta.shape) == rank:
             dim = 1 - along.dim
@@ -140,14 +140,14 @@ class _Pass:
         for known in (self.places, self.meant):
             if source in known:
                 given = (known[source], *(R for _ in graph.ops[index].inputs[1:]))
-                result = propagate(graph.call(index), given, self.units)
+                result = propagate(graph.calls[index], given, self.units)
                 if result is not None and result.inputs == given:
                     known |= zip(graph.outputs[index], result.outputs, strict=True)
 
     def _rule(self, index: int) -> OpRule:
         graph, op = self.graph, self.graph.ops[index]
         given = tuple(self.places.get(tensor, R) for tensor in op.inputs)
-        call = graph.call(index)
+        call = graph.calls[index]
         if op.kind == "embedding.default" and not any(place.is_split for place in given):
             given = self._looked_up(call, given)
         if P in given and not any(place.is_split for place in given):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from heterog.graph.op_costs import SPARSE_PRODUCT
-from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpCall, OpRule, OpRules, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, halo_rule, propagate
 from heterog.graph.sharding_rules.legal import CONVOLUTION
@@ -98,7 +98,7 @@ def _seeds(graph: OpGraph) -> list[int]:
     ranks = [len(graph.tensors[op.inputs[0]].shape) for op in graph.ops if op.kind == CONVOLUTION]
     if not ranks:
         return []
-    batch = graph.inputs_of_kind(TensorKind.BATCH)
+    batch = graph.batch
     return [each for each in batch if len(graph.tensors[each].shape) == ranks[0]]
 
 
@@ -147,7 +147,7 @@ def _pass(
         if op.phase == Phase.UPDATE or graph.is_constant[index]:
             continue
         given = tuple(places.get(tensor, R) for tensor in op.inputs)
-        call, outputs = graph.call(index), graph.outputs[index]
+        call, outputs = graph.calls[index], graph.outputs[index]
         if graph.is_view[index]:
             result = propagate(call, given, units)
             if result is not None and result.inputs == given:
@@ -240,7 +240,7 @@ def row_rules(graph: OpGraph, units: int) -> OpRules:
     """
     nodes = {pattern.num_columns for pattern in graph.patterns}
     seeds: dict[int, Placement] = {}
-    for tensor in graph.inputs_of_kind(TensorKind.BATCH):
+    for tensor in graph.batch:
         shape, along = graph.tensors[tensor].shape, graph.batch_placements[tensor]
         dims = [dim for dim, size in enumerate(shape) if size in nodes and S(dim) != along]
         if dims and shape[dims[0]] % units == 0:

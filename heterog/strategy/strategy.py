@@ -290,10 +290,10 @@ class Strategy:
                 f"the strategy was made for graph {self.graph}, not for '{graph.name}' "
                 f"({graph.fingerprint}); capture the same model, batch size and optimizer."
             )
-        if self.cluster != cluster.fingerprint():
+        if self.cluster != cluster.fingerprint:
             raise StrategyError(
                 f"the strategy was made for cluster {self.cluster}, not for '{cluster.name}' "
-                f"({cluster.fingerprint()})."
+                f"({cluster.fingerprint})."
             )
         grouping = group_ops(graph)
         if len(self.decisions) != grouping.num_groups or len(self.homes) != len(graph.updates):

@@ -204,7 +204,7 @@ class _Follower:
             if graph.is_view[op]:
                 if given[0] == R:
                     continue
-                result = propagate(graph.call(op), given, self.units)
+                result = propagate(graph.calls[op], given, self.units)
                 if result is not None and result.inputs == given:
                     self._place(op, result, places, due)
                 continue
@@ -213,7 +213,7 @@ class _Follower:
                 if P in given:
                     given = tuple(map(self._with_statistics_summed, inputs, given))
                 skipped = int(graph.ops[op].is_write)  # writing a whole value keeps it whole
-                result = _followed(graph.call(op), given, self.units, skipped)
+                result = _followed(graph.calls[op], given, self.units, skipped)
             elif not _keeps(given, result):
                 continue
             if result is None:
@@ -275,7 +275,7 @@ class _Follower:
         maker = int(graph.producer[tensor])
         if maker not in self.region.members:
             return False
-        call = graph.call(maker)
+        call = graph.calls[maker]
         position = tensor - graph.outputs[maker][0]
         if graph.is_view[maker]:
             for source in _splits(call.inputs[0].shape, self.units):

@@ -267,8 +267,8 @@ def test_sailor_counts_compute_sends_and_a_ring_one_after_another() -> None:
         return sailor_s(evaluator, space.decode(numbers, StepSettings(1), step_barrier=True))
 
     updates = evaluator.cost_model.op_seconds(graph, kind, batch)[is_update].sum()
-    sizes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)
-    rate = cluster.nic_bandwidth_bytes_per_s(0)
+    sizes = sum(graph.tensors[each].num_bytes for _, each, _ in graph.updates)
+    rate = cluster.nic_bandwidth_bytes_per_s[0]
     ring = seconds(batch // 2) + updates + sizes / rate
     assert judged(*[0] * groups) == pytest.approx(ring, rel=1e-9)
     assert judged(*[1] * groups) == pytest.approx(seconds(batch) + updates, rel=1e-9)

@@ -73,7 +73,7 @@ def test_preset_facts(name: str) -> None:
     assert cluster.num_hosts == len(HOSTS[name])
     for index, (num_devices, kind, inner, line_rate) in enumerate(HOSTS[name]):
         host = cluster.hosts[index]
-        devices = [cluster.devices[d] for d in cluster.host_devices(index)]
+        devices = [cluster.devices[d] for d in cluster.host_devices[index]]
         assert [d.name for d in devices] == [f"{host.name}:{i}" for i in range(num_devices)]
         assert {d.type.name for d in devices} == {kind}
         assert host.intra.bandwidth_bytes_per_s == inner * 1e9
@@ -89,7 +89,7 @@ def test_rates_of_paper_8gpu_by_hand() -> None:
     cluster = Cluster.load("paper_8gpu")
     assert [h.name for h in cluster.hosts] == ["A", "B", "C", "D"]
     assert cluster.type_index == (0, 0, 1, 1, 1, 1, 2, 2)
-    assert cluster.nic_bandwidth_bytes_per_s(0) == pytest.approx(8.75e9)
+    assert cluster.nic_bandwidth_bytes_per_s[0] == pytest.approx(8.75e9)
     assert cluster.bottleneck_bytes_per_s(0, 1) == 16e9
     assert cluster.bottleneck_bytes_per_s(2, 3) == 9e9
     assert cluster.bottleneck_bytes_per_s(0, 2) == pytest.approx(4.375e9)
@@ -105,5 +105,5 @@ def test_a_saved_preset_is_the_same_cluster(name: str, tmp_path: Path) -> None:
     cluster.save(path)
     again = Cluster.load(path)
     assert again == cluster
-    assert again.fingerprint() == cluster.fingerprint()
+    assert again.fingerprint == cluster.fingerprint
     assert list(tmp_path.iterdir()) == [path]

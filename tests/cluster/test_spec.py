@@ -544,7 +544,7 @@ def test_networks_by_name_and_number_of_ports(tmp_path: Path) -> None:
         )
         host = cluster.hosts[0]
         assert host.nic_line_rate_bytes_per_s * host.num_nics * 8e-9 == pytest.approx(gbit)
-        assert cluster.nic_bandwidth_bytes_per_s(0) == pytest.approx(0.7 * gbit * 1.25e8)
+        assert cluster.nic_bandwidth_bytes_per_s[0] == pytest.approx(0.7 * gbit * 1.25e8)
         assert cluster.devices[0].type.name == "H100"
         cluster.save(tmp_path / "again.yaml")
         assert "intra: nvlink4" in (tmp_path / "again.yaml").read_text()

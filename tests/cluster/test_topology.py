@@ -61,9 +61,9 @@ def test_derived_facts_of_two_hosts() -> None:
     assert cluster.device_types == (FAST, SLOW)
     assert cluster.type_index == (0, 0, 1, 0)
     assert cluster.host_of == (0, 0, 1, 1)
-    assert cluster.host_devices(1) == (2, 3)
+    assert cluster.host_devices[1] == (2, 3)
     assert cluster.device_index("B:0") == 2
-    assert cluster.nic_bandwidth_bytes_per_s(0) == 5e9
+    assert cluster.nic_bandwidth_bytes_per_s[0] == 5e9
 
 
 def test_resources_and_their_rates() -> None:
@@ -112,10 +112,10 @@ def test_devices_have_the_nic_next_to_them() -> None:
     assert [cluster.is_nic(link) for link in range(len(names))] == [True] * 8 + [False] * 12
     assert [cluster.nics([each], 0) for each in range(3)] == [(0,), (0,), (2,)]
     assert cluster.route(1, 5) == (0, 7)  # out of the first NIC of A, into the second one of B
-    assert cluster.nic_bandwidth_bytes_per_s(0) == 1e9
+    assert cluster.nic_bandwidth_bytes_per_s[0] == 1e9
     assert cluster.bottleneck_bytes_per_s(1, 5) == 0.5e9
     one = dataclasses.replace(cluster, hosts=(dataclasses.replace(host, num_nics=1), other))
-    assert cluster.fingerprint() != one.fingerprint()
+    assert cluster.fingerprint != one.fingerprint
     with pytest.raises(ClusterError, match="host 'A' has 0 NICs; it needs one"):
         dataclasses.replace(host, num_nics=0)
 
@@ -303,7 +303,7 @@ def test_unknown_device_name() -> None:
 
 def test_fingerprint_covers_what_a_planner_sees_and_no_more() -> None:
     cluster = two_hosts()
-    fingerprint = cluster.fingerprint()
+    fingerprint = cluster.fingerprint
     assert len(fingerprint) == 16
     assert int(fingerprint, 16) >= 0
     unseen: list[dict[str, Any]] = [
@@ -312,10 +312,10 @@ def test_fingerprint_covers_what_a_planner_sees_and_no_more() -> None:
         {"sends": Sends.BLOCKING},
     ]
     for changes in unseen:
-        assert two_hosts(**changes).fingerprint() == fingerprint
+        assert two_hosts(**changes).fingerprint == fingerprint
     whole_numbers = dataclasses.replace(HOST_A, nic_line_rate_bytes_per_s=10 * GB)
-    assert two_hosts(hosts=(whole_numbers, HOST_B)).fingerprint() == fingerprint
-    assert two_hosts(efficiency=0.6).fingerprint() != fingerprint
+    assert two_hosts(hosts=(whole_numbers, HOST_B)).fingerprint == fingerprint
+    assert two_hosts(efficiency=0.6).fingerprint != fingerprint
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 def test_to_dict_is_json_and_exact(cluster: Cluster) -> None:
     again = Cluster.from_dict(json.loads(json.dumps(cluster.to_dict())))
     assert again == cluster
-    assert again.fingerprint() == cluster.fingerprint()
+    assert again.fingerprint == cluster.fingerprint
     assert again.describe_difference(cluster) is None
 
 
@@ -454,7 +454,7 @@ def test_save_and_load_are_exact(
     cluster.save(path)
     again = Cluster.load(path)
     assert again == cluster
-    assert again.fingerprint() == cluster.fingerprint()
+    assert again.fingerprint == cluster.fingerprint
 
 
 @given(cluster=clusters(), other=clusters())
@@ -462,7 +462,7 @@ def test_save_and_load_are_exact(
 def test_a_difference_is_described_exactly_where_fingerprints_differ(
     cluster: Cluster, other: Cluster
 ) -> None:
-    same = cluster.fingerprint() == other.fingerprint()
+    same = cluster.fingerprint == other.fingerprint
     assert (cluster.describe_difference(other) is None) == same
 
 

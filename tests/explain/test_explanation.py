@@ -157,7 +157,7 @@ def too_large() -> tuple[Evaluator, Strategy]:
     needs = Evaluator(graph, cluster).referee(strategy, Order.FIFO).peak_memory_bytes[0]
     small = replace(cluster.devices[0], usable_memory_bytes=round(0.75 * needs))
     changed = replace(cluster, devices=(small,))
-    return Evaluator(graph, changed), replace(strategy, cluster=changed.fingerprint())
+    return Evaluator(graph, changed), replace(strategy, cluster=changed.fingerprint)
 
 
 def test_what_would_make_it_fit_was_simulated() -> None:
@@ -186,7 +186,7 @@ def test_a_batch_of_fewer_samples_than_devices_is_made_smaller() -> None:
     needs = Evaluator(graph, cluster).referee(strategy, Order.FIFO).peak_memory_bytes[0]
     small = [replace(each, usable_memory_bytes=round(0.99 * needs)) for each in cluster.devices]
     changed = replace(cluster, devices=tuple(small))
-    evaluator, there = Evaluator(graph, changed), replace(strategy, cluster=changed.fingerprint())
+    evaluator, there = Evaluator(graph, changed), replace(strategy, cluster=changed.fingerprint)
     fit = memory_fit(evaluator, there, Order.FIFO)
     found = {remedy.kind: remedy for remedy in remedies(evaluator, there, Order.FIFO, fit)}
     assert found[RemedyKind.BATCH_SIZE].amount == 3
@@ -243,7 +243,7 @@ def test_changes_of_the_paper_cluster() -> None:
         after = [(d.name, d.type.name) for d in change.cluster.devices]
         assert after[:8] == before
         assert len(after) == 8 + (change.kind == ChangeKind.DEVICE)
-        assert change.cluster.fingerprint() != cluster.fingerprint()
+        assert change.cluster.fingerprint != cluster.fingerprint
     grown = changes[-1].cluster.devices[7]
     assert grown.usable_memory_bytes == cluster.devices[7].usable_memory_bytes + 12 * 2**30
     alone = Cluster.load("homogeneous_8xa100")
@@ -334,7 +334,7 @@ def test_micro_batches_make_teams_fit() -> None:
         devices=tuple(replace(d, usable_memory_bytes=(less + peak) // 2) for d in pairs.devices),
     )
     tight = Evaluator(GRAPH, small)
-    there = replace(strategy, cluster=small.fingerprint())
+    there = replace(strategy, cluster=small.fingerprint)
     fit = memory_fit(tight, there, Order.FIFO)
     found = {remedy.kind: remedy for remedy in remedies(tight, there, Order.FIFO, fit)}
     assert found[RemedyKind.MICRO_BATCHES].amount == 2

@@ -360,7 +360,7 @@ def test_a_background_job_is_told_of_the_devices_that_it_runs_on() -> None:
     alone = strategy_of(foreground, TWO, Decision(devices=(0,), shares=(8,)))
     small = replace(TWO.devices[0], usable_memory_bytes=1)
     for cluster, idle in ((TWO, 50), (replace(TWO, devices=(small, TWO.devices[1])), 100)):
-        strategy = replace(alone, cluster=cluster.fingerprint())
+        strategy = replace(alone, cluster=cluster.fingerprint)
         plan = plan_by_hand(foreground, cluster, strategy)
         found = replace(plan, background=plan_background(
             Evaluator(foreground, cluster), strategy, Order.FIFO, feed_forward(4), limit=1.0

@@ -161,7 +161,7 @@ def plan_of(
     each = (decisions,) * num_groups if isinstance(decisions, Decision) else tuple(decisions)
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=each,
         homes=homes or (REPLICATED,) * len(graph.updates),
         micro_batches=micro_batches,

@@ -337,7 +337,7 @@ def test_a_control_edge_orders_ops_on_different_devices() -> None:
     placed = [Decision(devices=(device,), shares=(graph.batch_size,)) for device in (0, 2)]
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=tuple(placed),
         homes=(REPLICATED,) * 2,
     )

@@ -71,7 +71,7 @@ def test_state_weighs_what_each_group_keeps() -> None:
     graph = capture(workload_of(by_layer))
     assert graph.optimizer_state_ratio == pytest.approx(70 / 114)
     read = {
-        graph.tensors[tensor].name: graph.ops[op].bytes_read / graph.tensors[tensor].meta.num_bytes
+        graph.tensors[tensor].name: graph.ops[op].bytes_read / graph.tensors[tensor].num_bytes
         for op, tensor, _ in graph.updates
     }
     assert read == {"0.weight": 3.0, "0.bias": 3.0, "2.weight": 2.0, "2.bias": 2.0}

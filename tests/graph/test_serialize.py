@@ -178,7 +178,7 @@ def test_foreign_graph_of_the_docstring_runs_on_a_cluster(tmp_path: Path) -> Non
     evaluator = Evaluator(graph, cluster)
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=(Decision(devices=(0, 1), shares=(16, 16)),),
         homes=(REPLICATED,),
     )

@@ -177,7 +177,7 @@ def test_gradients_of_all_readers_are_added_up() -> None:
 def test_rules_and_files_name_the_entries() -> None:
     graph = capture(full_batch("tiny", GraphConvolutions, num_nodes=24, widths=(4, 6, 2)))
     (pattern,) = graph.patterns
-    calls = [graph.call(i) for i, op in enumerate(graph.ops) if op.kind == SPARSE_PRODUCT]
+    calls = [graph.calls[i] for i, op in enumerate(graph.ops) if op.kind == SPARSE_PRODUCT]
     assert len(calls) == 4
     call = calls[0]
     found = halo_rule(call, 1, 24)

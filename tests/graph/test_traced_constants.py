@@ -112,7 +112,7 @@ def whole_constants(graph: OpGraph, batch: int) -> list[str]:
         if op.phase != Phase.UPDATE and not graph.is_view[index]
         for tensor in graph.outputs[index]
         if plan.placements[tensor].kind == "R"
-        and graph.tensors[tensor].meta.num_elements > batch
+        and graph.tensors[tensor].num_elements > batch
         and batch in graph.tensors[tensor].shape
     ]
 
@@ -162,7 +162,7 @@ def test_a_batch_of_another_size_has_the_same_ops(forward: Forward) -> None:
 def test_one_mask_is_made_however_many_samples_there_are() -> None:
     graph = step_of(repeated_mask, batch=64, length=8).graph
     largest = max(
-        graph.tensors[tensor].meta.num_elements
+        graph.tensors[tensor].num_elements
         for op in range(graph.num_ops)
         if graph.is_constant[op] and not graph.is_view[op]
         for tensor in graph.outputs[op]

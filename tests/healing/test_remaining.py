@@ -53,13 +53,13 @@ def test_moving_costs_what_is_not_on_the_same_host() -> None:
         decision = Decision(devices=devices, shares=shares, sync=sync)
         return Strategy(
             graph=graph.fingerprint,
-            cluster=whole.fingerprint(),
+            cluster=whole.fingerprint,
             decisions=(decision,) * (int(group_ops(graph).group.max()) + 1),
             homes=(REPLICATED,) * len(graph.updates),
         )
 
     both, one = strategy(Sync.RING, (0, 1)), strategy(Sync.RING, (0,))
-    sizes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)
+    sizes = sum(graph.tensors[each].num_bytes for _, each, _ in graph.updates)
     state = sizes * (1 + graph.optimizer_state_ratio)
     # Device 0 owns everything: to stay there is free, the other host reads all of it at 1 GB/s.
     assert transfer_s(graph, whole, (both, (0, 1)), (one, (0,))) == 0.0

@@ -284,7 +284,7 @@ def test_a_host_that_does_not_give_is_waited_for_until_it_counts_as_lost(
     assert len(looks) >= 3
 
 
-DEVICE = three().host_devices(1)[0]
+DEVICE = three().host_devices[1][0]
 
 
 def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(

@@ -54,14 +54,14 @@ def brute_force_s(evaluator: Evaluator) -> float:
     speeds, best = evaluator.speeds, float("inf")
     hosts = {kind: [] for kind in cluster.host_kind}  # type: dict[int, list[int]]
     for host, kind in enumerate(cluster.host_kind):
-        hosts[kind] += cluster.host_devices(host)
+        hosts[kind] += cluster.host_devices[host]
     for taken in product((False, True), repeat=len(hosts)):
         some = [own for own, is_taken in zip(hosts.values(), taken, strict=True) if is_taken]
         devices = tuple(sorted(device for own in some for device in own))
         if not devices:
             continue
         of_speeds = split_in_proportion(batch, [speeds[device] for device in devices])
-        one = (max(devices, key=lambda d: cluster.nic_bandwidth_bytes_per_s(cluster.host_of[d])),)
+        one = (max(devices, key=lambda d: cluster.nic_bandwidth_bytes_per_s[cluster.host_of[d]]),)
         for shares, (others, first), sync in product(
             (of_speeds, split_evenly(batch, len(devices))),
             (*BUCKETS, (1 << 40, 0)),

@@ -92,7 +92,7 @@ def test_any_strategy_means_the_same_with_alike_hosts_in_other_places() -> None:
         moved = on_hosts(strategy, cluster, order)
         before, after = (evaluator.program(evaluator.encode(each)) for each in (strategy, moved))
         device_of = [
-            cluster.host_devices(order[cluster.host_of[device]])[device % 2] for device in range(6)
+            cluster.host_devices[order[cluster.host_of[device]]][device % 2] for device in range(6)
         ]
         assert after.resident_bytes[device_of] == pytest.approx(before.resident_bytes)
         other_bytes += not np.allclose(sent(before), sent(after))

@@ -200,7 +200,7 @@ def test_slow_links_hide_no_composition_of_one_host() -> None:
     """A descent from all hosts stops where each single change sends more over slow links."""
     whole = cluster_of(*[(0.01, ["V100-16GB"] * 4)] * 3)
     least = []
-    for cluster in (whole, whole.part(whole.host_devices(0))):
+    for cluster in (whole, whole.part(whole.host_devices[0])):
         search = CompositionSearch(problem_of(cluster, 100))
         search.estimate()
         least.append(search.least_s)

@@ -111,7 +111,7 @@ def test_the_estimate_adds_up_what_is_known_by_hand() -> None:
     cluster = cluster_of((5.0, ["T4", "T4"]), (5.0, ["T4", "T4"]))
     evaluator = Evaluator(GRAPH, cluster)
     grid = _Grid(task_of(evaluator))
-    nic, link = cluster.nic_bandwidth_bytes_per_s(0), cluster.hosts[0].intra
+    nic, link = cluster.nic_bandwidth_bytes_per_s[0], cluster.hosts[0].intra
     gradients = float(evaluator.tables.parameter_bytes.sum())
 
     def point(tp: int = 1, pp: int = 1, dp: int = 1) -> _Point:

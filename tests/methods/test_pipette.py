@@ -255,6 +255,6 @@ def test_rates_are_those_of_a_transfer_that_is_alone(seed: int) -> None:
     for i in range(cluster.num_hosts):
         assert found[i, i] == pytest.approx(cluster.hosts[i].intra.bandwidth_bytes_per_s)
         for j in range(cluster.num_hosts):
-            pair = cluster.host_devices(i)[0], cluster.host_devices(j)[0]
+            pair = cluster.host_devices[i][0], cluster.host_devices[j][0]
             if i != j:
                 assert found[i, j] == pytest.approx(cluster.bottleneck_bytes_per_s(*pair))

@@ -207,7 +207,7 @@ def test_any_strategy(seed: int) -> None:
     loose = random_strategy(rng, graph, cluster)
     needed = peaks(graph, cluster, loose)
     tight = with_memory(cluster, [max(rng.uniform(0.3, 1.3) * size, 1e6) for size in needed])
-    strategy = replace(loose, cluster=tight.fingerprint())
+    strategy = replace(loose, cluster=tight.fingerprint)
     evaluator, order = Evaluator(graph, tight), rng.choice(list(Order))
     found = repair(evaluator, strategy, order, budget=Budget(evaluations=60))
     assert evaluator.num_evaluations <= 60 + 1  # a last confirmation by the referee

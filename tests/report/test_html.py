@@ -261,7 +261,7 @@ def test_the_page_says_what_the_plan_says() -> None:
         "budget 30e",
         plan.program_hash,
         graph.fingerprint,
-        plan.cluster.fingerprint(),
+        plan.cluster.fingerprint,
         *methods,
     ):
         assert words in page.text

@@ -143,7 +143,7 @@ def _drawn(rng: Random, graph: OpGraph, num_devices: int) -> Strategy:
     group = group_ops(graph).group
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=grid_cluster(num_devices).fingerprint(),
+        cluster=grid_cluster(num_devices).fingerprint,
         decisions=tuple(decisions),
         homes=tuple(
             _home(rng, decisions[int(group[op])], num_devices)

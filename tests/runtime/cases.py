@@ -496,7 +496,7 @@ def _record_slices(gradients: dict[str, list[Tensor]], step: DeployedStep) -> No
         begin = 0
         for row, first, last in step.part.slices.buckets[number].pieces(step.rank):
             meta = graph.tensors[graph.updates[row][1]]
-            seen = torch.full((meta.meta.num_elements,), math.nan, dtype=own.dtype)
+            seen = torch.full((meta.num_elements,), math.nan, dtype=own.dtype)
             seen[first:last] = own.grad[begin : begin + last - first]
             begin += last - first
             gradients.setdefault(meta.name, []).append(seen.view(meta.shape))

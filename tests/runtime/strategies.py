@@ -61,7 +61,7 @@ def strategy_of(
 ) -> Strategy:
     return Strategy(
         graph=graph.fingerprint,
-        cluster=cluster().fingerprint(),
+        cluster=cluster().fingerprint,
         decisions=tuple(decisions),
         homes=homes or (REPLICATED,) * len(graph.updates),
         bucket_bytes=bucket_bytes,

@@ -80,7 +80,7 @@ def test_uneven_shares_under_autocast(two_ranks: Ranks, tmp_path: Path, name: st
     cluster = cluster_of((1.0, ["T4"]), (1.0, ["T4"]))
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=(Decision(devices=(0, 1), shares=(5, 3)),) * group_ops(graph).num_groups,
         homes=(REPLICATED,) * len(graph.updates),
     )

@@ -100,7 +100,7 @@ def num_roundings(graph: OpGraph, strategy: Strategy, num_devices: int) -> int:
             continue
         before = max((depth[tensor] for tensor in node.inputs), default=0)
         for tensor in graph.outputs[op]:
-            is_sum = "P" in (plan.batch_placement(tensor).kind, plan.placements[tensor].kind)
+            is_sum = "P" in (plan.batch_placements[tensor].kind, plan.placements[tensor].kind)
             rounds = not graph.is_view[op] and graph.tensors[tensor].dtype == "bfloat16"
             depth[tensor] = before + (num_devices if is_sum else 1) * rounds
     gradients = max(depth[gradient] for _, _, gradient in graph.updates)

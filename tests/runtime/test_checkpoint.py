@@ -81,7 +81,7 @@ def save_plan(
     ]
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster(num_devices).fingerprint(),
+        cluster=cluster(num_devices).fingerprint,
         decisions=chosen,
         homes=tuple(homes),
         bucket_bytes=bucket_bytes,

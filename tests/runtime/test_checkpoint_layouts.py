@@ -144,7 +144,7 @@ def whole_on(graph: OpGraph, num_devices: int, decision: Decision, **changes: An
     """One decision for all groups."""
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=grid_cluster(num_devices).fingerprint(),
+        cluster=grid_cluster(num_devices).fingerprint,
         decisions=(decision,) * group_ops(graph).num_groups,
         homes=(REPLICATED,) * len(graph.updates),
     )

@@ -155,9 +155,9 @@ def test_a_slow_neighbour_does_not_slow_the_others(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(cluster_yaml(*found))
     cluster = Cluster.load(path)
-    rates = [cluster.nic_bandwidth_bytes_per_s(host) for host in range(3)]
+    rates = [cluster.nic_bandwidth_bytes_per_s[host] for host in range(3)]
     assert rates == pytest.approx([10e9, 10e9, 1e9])
-    assert [len(cluster.host_devices(host)) for host in range(3)] == [2, 2, 2]
+    assert [len(cluster.host_devices[host]) for host in range(3)] == [2, 2, 2]
 
 
 def test_slurm_says_which_nodes_a_job_has() -> None:

@@ -141,7 +141,7 @@ def test_steps_in_float16_are_those_of_torchs_scaler(
     )
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster().fingerprint(),
+        cluster=cluster().fingerprint,
         decisions=(decision,) * group_ops(graph).num_groups,
         homes=homes,
     )
@@ -165,7 +165,7 @@ def test_blocks_with_losses_of_their_own_are_refused(ranks: Ranks, tmp_path: Pat
     assert op_that_begins_backward(graph) is None
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster().fingerprint(),
+        cluster=cluster().fingerprint,
         decisions=(Decision(devices=ALL, shares=(4, 2, 2)),) * group_ops(graph).num_groups,
         homes=(REPLICATED,) * len(graph.updates),
     )

@@ -155,7 +155,7 @@ def test_stages_that_do_not_wait_make_their_masks(four_ranks: Ranks, tmp_path: P
     cluster = grid_cluster(4)  # whose ranks have captured the model
     exact = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=tuple(stages),
         homes=(REPLICATED,) * len(graph.updates),
         micro_batches=((4, 4), (0, 0), (0, 0), (0, 0)),

@@ -126,7 +126,7 @@ class TestFiles:
         assert cluster.name == name
         assert [device.name for device in cluster.devices] == ["a", "b", "c"]
         assert tuple(host.cpu_quota for host in cluster.hosts) == quotas
-        rates = [cluster.nic_bandwidth_bytes_per_s(h) for h in range(cluster.num_hosts)]
+        rates = list(cluster.nic_bandwidth_bytes_per_s)
         assert rates == [rate * MBIT_BYTES for rate in mbit_per_s]
 
     def test_all_are_listed(self) -> None:
@@ -140,13 +140,13 @@ class TestFiles:
         assert cluster.host_of == (0, 0, 1, 1, 2, 2)
         quotas = [cluster.hosts[host].cpu_quota or 1.0 for host in cluster.host_of]
         assert sum(quotas) == pytest.approx(1.5)
-        rates = [cluster.nic_bandwidth_bytes_per_s(h) for h in range(cluster.num_hosts)]
+        rates = list(cluster.nic_bandwidth_bytes_per_s)
         assert rates == [200 * MBIT_BYTES, 100 * MBIT_BYTES, 50 * MBIT_BYTES]
 
     def test_path(self, tmp_path: Path) -> None:
         cluster = load_testbed("skew_both")
         cluster.save(tmp_path / "mine.yaml")
-        assert load_testbed(str(tmp_path / "mine.yaml")).fingerprint() == cluster.fingerprint()
+        assert load_testbed(str(tmp_path / "mine.yaml")).fingerprint == cluster.fingerprint
 
     def test_unknown_name(self) -> None:
         with pytest.raises(UnknownNameError, match=r"testbed 'skew_booth'; did you .*'skew_both'"):

@@ -99,7 +99,7 @@ def test_a_codec_shortens_an_averaging_by_what_its_messages_are_shorter() -> Non
     slow = cluster_of((0.001, ["T4"]), (0.001, ["T4"]))
     two = Decision(devices=(0, 1), shares=(5, 3), teams=((0,), (1,)))
     exact = replace(
-        strategy_of(graph, [two] * len(graph_groups())), cluster=slow.fingerprint()
+        strategy_of(graph, [two] * len(graph_groups())), cluster=slow.fingerprint
     ).with_mode(Averaging(every=8))
     evaluator = Evaluator(graph, slow)
 

@@ -73,7 +73,7 @@ def test_sets_of_many_hosts_are_named_at_once_and_hold_whole_kinds(hosts_of_each
 def test_a_host_of_each_kind_is_a_set_wherever_the_file_lists_it() -> None:
     """A DLRM took 1.6 times as long where the only fast hosts came after 64 others."""
     cluster = Cluster.load("mixed_1024")
-    firsts = [cluster.host_devices(cluster.host_kind.index(kind)) for kind in range(4)]
+    firsts = [cluster.host_devices[cluster.host_kind.index(kind)] for kind in range(4)]
     assert set(firsts) <= set(device_sets(cluster))
     assert {(device,) for device in firsts[-1]} <= set(device_sets(cluster))
 

@@ -53,7 +53,7 @@ def test_a_step_is_that_of_the_slowest_team_with_its_exchange() -> None:
     graph = graph_of("mlp")
     slow = cluster_of((0.0001, ["T4"]), (0.0001, ["T4"]), (0.0001, ["T4"]))
     evaluator = Evaluator(graph, slow)
-    served = replace(strategy(), cluster=slow.fingerprint())
+    served = replace(strategy(), cluster=slow.fingerprint)
     paces = team_paces(evaluator, served, evaluator.encode(served))
     num_bytes = float(evaluator.tables.parameter_bytes.sum())
     move_s = num_bytes / (0.0001e9 / 8)
@@ -77,7 +77,7 @@ def test_teams_of_one_host_share_its_line() -> None:
         teams=tuple((device,) for device in range(6)),
     )
     server = AsynchronousServer(staleness=3, devices=(4, 5), ticks=(1,) * 6)
-    served = replace(strategy(decision, server), cluster=wide.fingerprint())
+    served = replace(strategy(decision, server), cluster=wide.fingerprint)
     found = evaluator.referee(served, Order.FIFO).step_time_s
     num_bytes = float(evaluator.tables.parameter_bytes.sum())
     assert found >= 4 * num_bytes / (0.0001e9 / 8) * 0.99

@@ -99,8 +99,8 @@ class GraphBuilder:
         """Add an op; returns its first output."""
         first = len(self._tensors)
         self._tensors += [GraphTensor(shape=shape, dtype="float32") for shape in shapes]
-        read = sum(float(self._tensors[tensor].meta.num_bytes) for tensor in inputs)
-        written = sum(float(t.meta.num_bytes) for t in self._tensors[first:])
+        read = sum(float(self._tensors[tensor].num_bytes) for tensor in inputs)
+        written = sum(float(t.num_bytes) for t in self._tensors[first:])
         self._ops.append(
             GraphOp(
                 kind=kind,
@@ -409,7 +409,7 @@ def strategy_of(
         homes = [homes] * len(graph.updates)
     return Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=tuple(decisions),
         homes=tuple(homes),
         micro_batches=micro_batches,
@@ -555,7 +555,7 @@ def random_rules(rng: Random, graph: OpGraph) -> OpRules:
             continue
         sizes = {size for t in each.inputs for size in graph.tensors[t].shape if size > 1}
         units = rng.choice(sorted(sizes | {graph.batch_size}))
-        options = legal_rules(graph.call(op), units, (1, 2, 3))
+        options = legal_rules(graph.calls[op], units, (1, 2, 3))
         if options:
             rule = rng.choice(options)
             rules.append((op, OpRule(inputs=rule.inputs, outputs=rule.outputs, units=units)))
@@ -580,7 +580,7 @@ def random_scatter(rng: Random, graph: OpGraph, op: int, rule: OpRule) -> Scatte
     """Any way to cut anew what an op with a rule makes, if there is one."""
     (tensor,), (made,) = graph.outputs[op], rule.outputs
     along = axis_plan(graph).placements[tensor]
-    found = propagate(graph.call(op), rule.inputs, rule.units)
+    found = propagate(graph.calls[op], rule.inputs, rule.units)
     is_completed = found is not None and found.special == Special.NUMBERS_OF_ROWS
     if along.kind != "S" or is_completed:
         return None

@@ -221,7 +221,7 @@ def strategy(graph: OpGraph, cluster: Cluster, shares: tuple[int, ...]) -> Strat
     decision = Decision(devices=tuple(range(len(shares))), shares=shares)
     return Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=(decision,) * graph_tables(graph).num_groups,
         homes=(REPLICATED,) * len(graph.updates),
     )

@@ -136,7 +136,7 @@ def strategies_on_two(graph: OpGraph, cluster: Cluster) -> Iterator[Strategy]:
         for micro_batches in ((), ((1, 1), (0, 1))):
             yield Strategy(
                 graph=graph.fingerprint,
-                cluster=cluster.fingerprint(),
+                cluster=cluster.fingerprint,
                 decisions=tuple(decision for decision, _ in choice),
                 homes=tuple(choice[int(group[op])][1] for op, _, _ in graph.updates),
                 micro_batches=micro_batches,
@@ -184,7 +184,7 @@ def test_one_device_reaches_the_bound() -> None:
     graph, cluster = chain(2), cluster_of(SLOW)
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=(Decision(devices=(0,), shares=(3,)),) * 2,
         homes=(REPLICATED, REPLICATED),
     )
@@ -231,7 +231,7 @@ def random_strategy(graph: OpGraph, cluster: Cluster, random: np.random.Generato
     table[0] += 1
     return Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=tuple(decisions),
         homes=(REPLICATED,) * len(graph.updates),
         micro_batches=tuple(map(tuple, table.tolist())) if random.random() < 0.5 else (),
@@ -356,7 +356,7 @@ def test_large_batches_are_priced_in_steps_and_stay_below() -> None:
     graph, cluster = chain(2, batch_size=5000), cluster_of(SLOW)
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=(Decision(devices=(0,), shares=(5000,)),) * 2,
         homes=(REPLICATED, REPLICATED),
     )

@@ -137,4 +137,4 @@ def test_measured_networks_are_written_and_read(tmp_path: Path) -> None:
         cluster.save(tmp_path / "again.yaml")
         assert Cluster.load(tmp_path / "again.yaml") == cluster
     plain = hosts(4, "{line_rate: 100 Gbit/s, count: 2, latency: 10 us}")
-    assert plain.fingerprint() != FOUR.fingerprint()
+    assert plain.fingerprint != FOUR.fingerprint

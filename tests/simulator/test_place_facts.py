@@ -49,11 +49,11 @@ def test_devices_that_were_folded_away_have_the_facts_of_their_twins() -> None:
     graph = linear_chain("abc", batch_size=256)
     cluster = Cluster.load("mixed_64")
     evaluator = Evaluator(graph, cluster)
-    devices = cluster.host_devices(0)
+    devices = cluster.host_devices[0]
     decision = Decision(devices=devices, shares=(256 // len(devices),) * len(devices))
     strategy = Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=(decision,) * evaluator.tables.num_groups,
         homes=(REPLICATED,) * len(graph.updates),
     )

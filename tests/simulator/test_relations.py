@@ -40,7 +40,7 @@ def predicted(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> list[Eval
     """The predictions of engine and referee in every order."""
     evaluator = Evaluator(graph, cluster)
     return [
-        judge(replace(strategy, cluster=cluster.fingerprint()), order)
+        judge(replace(strategy, cluster=cluster.fingerprint), order)
         for judge in (evaluator.evaluate, evaluator.referee)
         for order in Order
     ]
@@ -57,7 +57,7 @@ def renamed(cluster: Cluster) -> Cluster:
 def in_order(cluster: Cluster, order: Sequence[int]) -> tuple[Cluster, list[int]]:
     """The cluster with its hosts in another order, and the new number of each device."""
     place = {host: number for number, host in enumerate(order)}
-    moved = [device for host in order for device in cluster.host_devices(host)]
+    moved = [device for host in order for device in cluster.host_devices[host]]
     limits = [
         replace(
             limit,

@@ -9,7 +9,6 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import TensorKind
 from heterog.lowering import lower_to_tape, make_scratch
 from heterog.lowering.tape import make_tape
 from heterog.modes.stash.paces import StagePace, stage_pace
@@ -333,8 +332,8 @@ def test_under_noise_steps_that_overlap_go_with_the_speeds_of_their_tasks() -> N
 
 def batch_bytes(name: str) -> float:
     graph = graph_of(name)
-    return float(sum(graph.tensor_bytes[each] for each in graph.inputs_of_kind(TensorKind.BATCH)))
+    return float(sum(graph.tensor_bytes[each] for each in graph.batch))
 
 
 def on(strategy: Strategy, target: Cluster) -> Strategy:
-    return replace(strategy, cluster=target.fingerprint())
+    return replace(strategy, cluster=target.fingerprint)

@@ -328,7 +328,7 @@ class Reading:
 
     def _batch_reads(self) -> list[tuple[int, int]]:
         """Ops that read the batch, and at which position."""
-        batch = set(self.graph.inputs_of_kind(TensorKind.BATCH))
+        batch = set(self.graph.batch)
         return [
             (op, position)
             for op in self.ops

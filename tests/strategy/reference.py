@@ -393,7 +393,7 @@ class Walk:
         place = self.reading.plan.placements[value]
         lies, units = self.values[value], self.reading.plan.axes[self.reading.axis(op)]
         boxes = self.shares.boxes(layout, self.reading.axis(op), self.micro)
-        num_rows = meta[value].meta.num_elements / meta[value].shape[place.dim]
+        num_rows = meta[value].num_elements / meta[value].shape[place.dim]
         item = 8 if meta[value].dtype == "float64" else 4
         for team, samples in self.shares.team_samples(layout, self.micro).items():
             parts = {device: boxes[device].part for device in team if device in boxes}
@@ -1690,7 +1690,7 @@ def _inputs_kept(reading: Reading, shares: Shares, device: int) -> float:
         *(tensor for tensor in graph.parameters if tensor not in reading.parameter),
     ]
     size = float(sum(graph.tensor_bytes[tensor] for tensor in kept))
-    batch = graph.inputs_of_kind(TensorKind.BATCH)
+    batch = graph.batch
     batch_bytes = float(sum(graph.tensor_bytes[tensor] for tensor in batch))
     if reading.reads_every_sample():
         return size + batch_bytes

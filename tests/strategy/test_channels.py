@@ -103,7 +103,7 @@ def test_hierarchical() -> None:
     slow_port_s = max(
         0.5 / PAPER.resources[r].bandwidth_bytes_per_s
         for host in range(4)
-        for r in PAPER.route(*PAPER.host_devices(host))
+        for r in PAPER.route(*PAPER.host_devices[host])
     )
     seconds = alpha_beta(PAPER, channel)
     assert max(seconds.held[r] for r in PAPER.route(2, 3)) == pytest.approx(2 * slow_port_s)

@@ -208,7 +208,7 @@ SLOW = cluster_of((0.01, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
 def strategy(decisions: list[Decision], codecs: tuple[CodecRule, ...] = ()) -> Strategy:
     return Strategy(
         graph=graph_of_perceptron().fingerprint,
-        cluster=SLOW.fingerprint(),
+        cluster=SLOW.fingerprint,
         decisions=tuple(decisions),
         homes=(REPLICATED,) * len(graph_of_perceptron().updates),
         modes=(Codecs(rules=codecs),) if codecs else (),

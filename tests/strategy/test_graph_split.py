@@ -69,7 +69,7 @@ def strategy(graph: OpGraph, cluster: Cluster, rules: OpRules, parts: tuple[int,
     )
     return Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=(decision,) * group_ops(graph).num_groups,
         homes=(REPLICATED,) * len(graph.updates),
         op_rules=rules,

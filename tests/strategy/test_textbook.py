@@ -34,7 +34,7 @@ def computed(program: Program, graph: OpGraph) -> npt.NDArray[np.float64]:
     ops = [graph.ops[op] for op in tables.op_id.tolist()]
     flops = np.array([op.flops * (op.kind in PRODUCTS) for op in ops]) / graph.batch_size
     axes = np.maximum(tables.axis_units[tables.op_axis], 1)
-    elements = np.array([graph.tensors[p].meta.num_elements for _, p, _ in graph.updates])
+    elements = np.array([graph.tensors[p].num_elements for _, p, _ in graph.updates])
     found = np.zeros((2, program.num_devices))
     for task, kind in enumerate(program.kind.tolist()):
         row, units = program.subject[task], program.units[task]

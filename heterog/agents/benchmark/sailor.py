@@ -169,7 +169,7 @@ def _crossing(graph: OpGraph, stage_of: IntArray, stage: int) -> float:
                 for reader in graph.consumers[tensor]
             )
             if is_read and graph.tensors[tensor].kind == TensorKind.ACTIVATION:
-                total += graph.tensors[tensor].meta.num_bytes
+                total += graph.tensors[tensor].num_bytes
     return float(total)
 
 
@@ -186,7 +186,7 @@ def _sync_s(graph: OpGraph, cluster: Cluster, decision: Decision, own: IntArray)
     count = len(decision.devices)
     if count < 2:
         return 0.0
-    left = sum(graph.tensors[p].meta.num_bytes for op, p, _ in graph.updates if own[op])
+    left = sum(graph.tensors[p].num_bytes for op, p, _ in graph.updates if own[op])
     rate = min(map(_rate, [cluster] * (count - 1), decision.devices, decision.devices[1:]))
     return 2 * (count - 1) * left / count / rate
 
@@ -196,4 +196,4 @@ def _rate(cluster: Cluster, one: int, other: int) -> float:
     hosts = cluster.host_of[one], cluster.host_of[other]
     if hosts[0] == hosts[1]:
         return cluster.hosts[hosts[0]].intra.bandwidth_bytes_per_s
-    return min(map(cluster.nic_bandwidth_bytes_per_s, hosts))
+    return min(cluster.nic_bandwidth_bytes_per_s[host] for host in hosts)

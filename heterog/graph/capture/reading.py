@@ -494,7 +494,7 @@ class Reader:
         """Bytes of master weights and state per byte, over all trained parameters."""
         if len(set(ratios.values())) <= 1:
             return next(iter(ratios.values()), 0.0)
-        sizes = {parameter: self.tensors[parameter].meta.num_bytes for parameter in ratios}
+        sizes = {parameter: self.tensors[parameter].num_bytes for parameter in ratios}
         state = sum(ratio * sizes[parameter] for parameter, ratio in ratios.items())
         return state / sum(sizes.values())
 
@@ -506,7 +506,7 @@ class Reader:
         """
         master, kept = self.workload.master_dtype, self.workload.state_dtype
         metas = [self.tensors[parameter] for parameter in trained]
-        whole = sum(meta.meta.num_bytes for meta in metas)
+        whole = sum(meta.num_bytes for meta in metas)
         if (master is None and kept is None) or whole == 0:
             return ratio
         state = 0.0
@@ -520,7 +520,7 @@ class Reader:
                     f"steps '{meta.name}' in {stepped}, which holds less; give "
                     f"master_dtype={kept} as well, or leave out state_dtype."
                 )
-            elements = meta.meta.num_elements
+            elements = meta.num_elements
             state += elements * ratio * (kept or stepped).itemsize
             state += elements * stepped.itemsize * is_copied
         return float(state / whole)
@@ -533,8 +533,8 @@ class Reader:
             meta, state_ratio = self.tensors[parameter], state_ratios[parameter]
             # Reads parameter, gradient and state; writes parameter and state (fused step).
             self.tensors.append(replace(meta, kind=TensorKind.PARAMETER, name=""))
-            size = float(meta.meta.num_bytes)
-            added_up = float(self.tensors[gradient].meta.num_bytes)
+            size = float(meta.num_bytes)
+            added_up = float(self.tensors[gradient].num_bytes)
             self.ops.append(
                 GraphOp(
                     kind="update",
@@ -543,7 +543,7 @@ class Reader:
                     num_outputs=1,
                     phase=Phase.UPDATE,
                     module=module_of[meta.name],
-                    flops=meta.meta.num_elements * (2.0 + 5.0 * state_ratio),
+                    flops=meta.num_elements * (2.0 + 5.0 * state_ratio),
                     bytes_read=size * (1.0 + state_ratio) + added_up,
                     bytes_written=size * (1.0 + state_ratio),
                     name=f"update_{meta.name}",

@@ -127,15 +127,15 @@ def device_order(evaluator: Evaluator) -> tuple[int, ...]:
     cluster, speeds = evaluator.cluster, evaluator.speeds
 
     def host_key(host: int) -> tuple[float, float, int]:
-        devices = cluster.host_devices(host)
+        devices = cluster.host_devices[host]
         mean = sum(speeds[device] for device in devices) / len(devices)
-        return -mean, -cluster.nic_bandwidth_bytes_per_s(host), host
+        return -mean, -cluster.nic_bandwidth_bytes_per_s[host], host
 
     hosts = sorted(range(cluster.num_hosts), key=host_key)
     return tuple(
         device
         for host in hosts
-        for device in sorted(cluster.host_devices(host), key=lambda each: (-speeds[each], each))
+        for device in sorted(cluster.host_devices[host], key=lambda each: (-speeds[each], each))
     )
 
 
@@ -197,7 +197,7 @@ class GroupCosts:
         graph = self.evaluator.graph
         return Strategy(
             graph=graph.fingerprint,
-            cluster=self.evaluator.cluster.fingerprint(),
+            cluster=self.evaluator.cluster.fingerprint,
             decisions=tuple(self.decision(place) for place in places),
             homes=(REPLICATED,) * len(graph.updates),
             bucket_bytes=bucket_bytes,
@@ -260,9 +260,7 @@ class GroupCosts:
     def _latency_s(self) -> float:
         cluster = self.evaluator.cluster
         # Two devices of each host are enough: latencies are those of hosts.
-        some = [
-            each for host in range(cluster.num_hosts) for each in cluster.host_devices(host)[:2]
-        ]
+        some = [each for devices in cluster.host_devices for each in devices[:2]]
         return 2.0 * max(cluster.latency_s(a, b) for a in some for b in some)
 
     @kept

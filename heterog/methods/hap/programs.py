@@ -78,7 +78,7 @@ class Work:
         for row in theory.rows:
             for number, triple in enumerate(row.triples):
                 self.units[number, row.op] = triple.units
-                key = (graph.call(row.op), triple.rule or triple)
+                key = (graph.calls[row.op], triple.rule or triple)
                 if key not in known:
                     known[key] = _amounts(theory, row, triple)
                 self._amounts[:, number, row.op] = known[key]
@@ -225,7 +225,7 @@ class SpmdPrices:
             out = have[here].sum() * (1.0 - want[here].sum())
             into = want[here].sum() * (1.0 - have[here].sum())
             outside = max(out, into) if not here.all() else 0.0
-            worst = max(worst, outside / cluster.nic_bandwidth_bytes_per_s(host))
+            worst = max(worst, outside / cluster.nic_bandwidth_bytes_per_s[host])
             inside = have[here].max() * (want[here].sum() - want[here].min())
             worst = max(worst, inside / cluster.hosts[host].intra.bandwidth_bytes_per_s)
         return float(worst)

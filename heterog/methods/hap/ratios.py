@@ -135,7 +135,7 @@ def _stages(
     repeated: dict[tuple[OpCall, int], tuple[int, int]] = {}  # (an op, how often)
     for row, number in zip(theory.rows, triples, strict=True):
         if row.triples[number].units:
-            call = theory.graph.call(row.op)
+            call = theory.graph.calls[row.op]
             op, count = repeated.get((call, number), (row.op, 0))
             repeated[call, number] = op, count + 1
     for (_, number), (op, count) in repeated.items():

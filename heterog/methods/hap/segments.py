@@ -421,7 +421,7 @@ def _work_keys(theory: Theory) -> list[Hashable]:
     graph, plan = theory.graph, batch_plan(theory.graph)
     return [
         (
-            graph.call(index),
+            graph.calls[index],
             float(plan.flops_fixed[index]),
             float(plan.flops_per_sample[index]),
             float(plan.bytes_fixed[index]),

@@ -267,7 +267,7 @@ class _Builder:
         for form in list(self.values[read.value].forms):
             passed = form
             for position, (view, output) in enumerate(read.views):
-                after = self.rules.through(graph.call(view), passed, output)
+                after = self.rules.through(graph.calls[view], passed, output)
                 if after is None:
                     shape = graph.tensors[graph.ops[view].inputs[0]].shape
                     to = graph.tensors[graph.outputs[view][output]].shape
@@ -285,7 +285,7 @@ class _Builder:
         for form in self.values[read.value].forms:
             passed: Form | None = form
             for view, output in read.views:
-                call = self.graph.call(view)
+                call = self.graph.calls[view]
                 passed = self.rules.through(call, passed, output) if passed else None
             if passed is not None:
                 found.setdefault(passed, form)
@@ -294,7 +294,7 @@ class _Builder:
     def _before(self, views: Sequence[tuple[int, int]], form: Form) -> Form | None:
         source: Form | None = form
         for view, output in reversed(views):
-            call = self.graph.call(view)
+            call = self.graph.calls[view]
             source = self.rules.before(call, source, output) if source else None
         return source
 
@@ -306,12 +306,12 @@ class _Builder:
         known += [form for forms in made for form in forms if form.kind == "S"]
         for units in dict.fromkeys(form.units for form in known):
             outers = outers_of(known, units)
-            for rule in self.rules.along(self.graph.call(row.op), units, outers):
+            for rule in self.rules.along(self.graph.calls[row.op], units, outers):
                 if _is_known(rule.inputs, units, seen) or _is_known(rule.outputs, units, made):
                     yield rule, units
 
     def _unsplit_rules(self, row: Row, seen: list[dict[Form, Form]]) -> Iterable[RuleResult]:
-        for rule in self.rules.unsplit(self.graph.call(row.op)):
+        for rule in self.rules.unsplit(self.graph.calls[row.op]):
             partial = [forms for p, forms in zip(rule.inputs, seen, strict=True) if p.kind == "P"]
             # If one summand is partial, whole ones count as partial, too: other devices add zeros.
             is_made = not partial or any(PARTIAL in forms for forms in partial)

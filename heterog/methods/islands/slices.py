@@ -81,7 +81,7 @@ def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
                 devices=devices,
                 device_type=device_type,
                 usable_bytes=cluster.devices[devices[0][0]].usable_memory_bytes,
-                nic_bytes_per_s=cluster.nic_bandwidth_bytes_per_s(first),
+                nic_bytes_per_s=cluster.nic_bandwidth_bytes_per_s[first],
                 link_bytes_per_s=link.bandwidth_bytes_per_s,
                 link_latency_s=link.latency_s,
             )

@@ -137,7 +137,7 @@ class _Decisions:
                 hosts = self._host[list(decision.devices)]
                 counts = np.bincount(hosts)
                 used = np.flatnonzero(counts)
-                nic = [evaluator.cluster.nic_bandwidth_bytes_per_s(host) for host in used.tolist()]
+                nic = [evaluator.cluster.nic_bandwidth_bytes_per_s[host] for host in used.tolist()]
                 each = counts[used] * (len(hosts) - counts[used]) / len(hosts)
                 rate = float((2.0 * each / np.array(nic)).max())
                 if len(used) == 1:
@@ -180,9 +180,9 @@ class MoveFeatures:
         )
         self._saved = self._saved_bytes()
         self._usable = np.array([each.usable_memory_bytes for each in cluster.devices], float)
-        nic = [cluster.nic_bandwidth_bytes_per_s(host) for host in range(cluster.num_hosts)]
+        nic = cluster.nic_bandwidth_bytes_per_s
         if cluster.num_hosts == 1:
-            nic = [cluster.hosts[0].intra.bandwidth_bytes_per_s]
+            nic = (cluster.hosts[0].intra.bandwidth_bytes_per_s,)
         self._nic = float(np.exp(np.log(nic).mean()))
         self.edges, self._edge_bytes = group_edges(self._evaluator.tables)
 

@@ -122,7 +122,7 @@ class PlanMoves:
             hosts = sorted(hosts) if self.rng.random() < 0.5 else sorted(hosts, reverse=True)
         if len(hosts) > 1 and self.rng.random() < 0.2:
             hosts = hosts[: int(self.rng.integers(1, len(hosts)))]
-        return [self._cluster.host_devices(host) for host in hosts]
+        return [self._cluster.host_devices[host] for host in hosts]
 
     def _staged(self, state: State) -> State | None:
         """Stages on some devices, balanced; replicas on all of them if there is one stage."""
@@ -334,7 +334,7 @@ class PlanMoves:
         hosts = self._by_kind[int(self.rng.integers(len(self._by_kind)))]
         if self.rng.random() < 0.6:
             hosts = [hosts[int(self.rng.integers(len(hosts)))]]
-        chosen = {device for host in hosts for device in self._cluster.host_devices(host)}
+        chosen = {device for host in hosts for device in self._cluster.host_devices[host]}
         roomiest = int(self._usable.argmax())
 
         def changed(old: Decision) -> Decision:
@@ -376,7 +376,7 @@ class PlanMoves:
         hosts = self._by_kind[int(self.rng.integers(len(self._by_kind)))]
         if kind < 0.9:
             hosts = [hosts[int(self.rng.integers(len(hosts)))]]
-        devices = tuple(sorted(d for host in hosts for d in self._cluster.host_devices(host)))
+        devices = tuple(sorted(d for host in hosts for d in self._cluster.host_devices[host]))
         return self._space.add(self._space.decisions_on(devices)[0])
 
     def _pipelined(self, state: State) -> State | None:

@@ -394,10 +394,9 @@ class Search:
     def _machines(self) -> list[State]:
         """States with everything on one machine, for each kind of machine with several devices."""
         cluster = self.evaluator.cluster
-        hosts = map(cluster.host_devices, range(cluster.num_hosts))
         kinds = grouped(
             (tuple(cluster.type_index[d] for d in devices), devices)
-            for devices in hosts
+            for devices in cluster.host_devices
             if len(devices) > 1
         )
         fastest = sorted(

@@ -70,7 +70,7 @@ class Point:
 def host_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """All hosts, if they have equally many devices, and the hosts of each kind."""
     everything = tuple(range(cluster.num_hosts))
-    sizes = {len(cluster.host_devices(host)) for host in everything}
+    sizes = set(map(len, cluster.host_devices))
     kinds = hosts_by_kind(cluster)
     return tuple(dict.fromkeys(([everything] if len(sizes) == 1 else []) + list(kinds)))
 
@@ -78,7 +78,7 @@ def host_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 def points(evaluator: Evaluator) -> Iterator[Point]:
     """Every layout on every set of hosts, with every micro-batch that divides a share."""
     for hosts in host_sets(evaluator.cluster):
-        devices = [d for host in hosts for d in evaluator.cluster.host_devices(host)]
+        devices = [d for host in hosts for d in evaluator.cluster.host_devices[host]]
         per_host = len(devices) // len(hosts)
         for tp in divisors(per_host):
             for pp in divisors(len(hosts)):
@@ -95,7 +95,7 @@ def ranks(cluster: Cluster, order: IntArray, num_stages: int) -> tuple[int, ...]
         num_stages: Length of a row.
     """
     columns = order.reshape(-1, num_stages).T.ravel()
-    return tuple(device for host in columns.tolist() for device in cluster.host_devices(host))
+    return tuple(device for host in columns.tolist() for device in cluster.host_devices[host])
 
 
 def stage_by_stage(num_hosts: int, num_stages: int) -> IntArray:
@@ -123,9 +123,9 @@ class LayoutCosts:
     def costs(self, point: Point) -> UniformCosts:
         """A layout in the terms of the model: its slowest stage on its slowest device."""
         layout, cluster = point.layout, self._cluster
-        per_host = len(cluster.host_devices(point.hosts[0]))
+        per_host = len(cluster.host_devices[point.hosts[0]])
         stage, message, gradients, layers = self._by_stage(layout.pp, layout.layers)
-        devices = [device for host in point.hosts for device in cluster.host_devices(host)]
+        devices = [device for host in point.hosts for device in cluster.host_devices[host]]
         inside = min(cluster.hosts[host].intra.bandwidth_bytes_per_s for host in point.hosts)
         activation_bytes = self._activation_bytes * layout.micro_batch
         sums_s = _SUMS_PER_LAYER * layers * ring_payloads(layout.tp) * activation_bytes / inside
@@ -256,7 +256,7 @@ class _Search(PointSearch[_Trial]):
         if self._ranked:
             return "every uniform layout overflows the memory, even with layers that recompute"
         batch, sets = self.graph.batch_size, host_sets(self.cluster)
-        devices = [sum(len(self.cluster.host_devices(h)) for h in hosts) for hosts in sets]
+        devices = [sum(len(self.cluster.host_devices[h]) for h in hosts) for hosts in sets]
         return (
             f"no layout of whole hosts divides a batch of {batch}: sets of alike hosts have "
             f"{', '.join(map(str, devices[:4]))} devices; take a batch that these divide"
@@ -359,7 +359,7 @@ class _Search(PointSearch[_Trial]):
             for zero, recompute in manners
         ]
         room = most_room(
-            self.cluster, (d for host in point.hosts for d in self.cluster.host_devices(host))
+            self.cluster, (d for host in point.hosts for d in self.cluster.host_devices[host])
         )
         return [each for each in made if least_bytes(self.evaluator, each.layout) <= room]
 

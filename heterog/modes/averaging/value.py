@@ -363,7 +363,7 @@ def _bucket(
 ) -> AveragedBucket:
     """A bucket of rows, without a codec if that would not shorten its messages."""
     parameters = [graph.updates[row][1] for row in rows]
-    num_elements = sum(graph.tensors[each].meta.num_elements for each in parameters)
+    num_elements = sum(graph.tensors[each].num_elements for each in parameters)
     own_bytes = float(sum(graph.tensor_bytes[each] for each in parameters))
     stepped = graph.stepped_dtype(parameters[0])
     value_bytes = ITEM_BYTES[stepped]

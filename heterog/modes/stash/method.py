@@ -188,7 +188,7 @@ class StashedPipelines(Planner):
             decisions += [tuned_decision(evaluator, devices, speeds)] * (end - first)
         strategy = Strategy(
             graph=graph.fingerprint,
-            cluster=cluster.fingerprint(),
+            cluster=cluster.fingerprint,
             decisions=tuple(decisions),
             homes=(REPLICATED,) * len(graph.updates),
             modes=(self.stash,),

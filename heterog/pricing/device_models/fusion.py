@@ -92,7 +92,7 @@ def fused_kernels(graph: OpGraph) -> Fused:
         for storage, tensor in reads.items():
             if storage not in kernel.reads and storage not in kernel.makes:
                 whole = float(graph.tensor_bytes[tensor])
-                item = whole / max(graph.tensors[tensor].meta.num_elements, 1)
+                item = whole / max(graph.tensors[tensor].num_elements, 1)
                 kernel.reads[storage] = min(whole, item * _elements(graph, op))
                 rows[1, op] += kernel.reads[storage]
             if is_fused[op]:
@@ -194,14 +194,14 @@ def _replaceable(
                 writers[op].add(op)
     for op in fused_ops:
         for tensor in graph.outputs[op]:
-            like = graph.tensor_bytes[tensor], graph.tensors[tensor].meta.dtype
+            like = graph.tensor_bytes[tensor], graph.tensors[tensor].dtype
             for each in sources[op]:
                 # Its readers are done, or only make what this op needs.
                 is_last = all(
                     writers[reader] <= needs[op] if runs[reader] == runs[op] else reader < op
                     for reader in graph.readers(each)
                 )
-                if is_last and like == (graph.tensor_bytes[each], graph.tensors[each].meta.dtype):
+                if is_last and like == (graph.tensor_bytes[each], graph.tensors[each].dtype):
                     yield op, tensor, each
 
 
@@ -330,7 +330,7 @@ def _is_fusible(graph: OpGraph, op: int) -> bool:
 
 def _before(graph: OpGraph, op: int) -> tuple[float, float]:
     """Launches and bytes of a kernel that an op needs before its own, as sums over columns do."""
-    call = graph.call(op)
+    call = graph.calls[op]
     if call.kind.startswith(_OF_CHANNELS):
         return 1.0, float(call.inputs[0].num_bytes)
     dims = call.args.get("dim") if call.kind == "sum.dim_IntList" else ()
@@ -354,7 +354,7 @@ def _elements(graph: OpGraph, op: int) -> int:
     tensors = [*graph.outputs[op]]
     if not graph.ops[op].kind.startswith(("embedding", "index", "gather", "slice", "select")):
         tensors += graph.ops[op].inputs
-    return max((graph.tensors[tensor].meta.num_elements for tensor in tensors), default=0)
+    return max((graph.tensors[tensor].num_elements for tensor in tensors), default=0)
 
 
 def _kernel_of(
@@ -370,7 +370,7 @@ def _kernel_of(
     moved = {storage for storage, tensor in reads.items() if not _is_in_order(graph, tensor)}
     found = None
     for kernel in (each for storage in reads for each in joinable.get(storage, ())):
-        sizes = {graph.tensors[tensor].meta.num_elements for tensor in kernel.makes & reads.keys()}
+        sizes = {graph.tensors[tensor].num_elements for tensor in kernel.makes & reads.keys()}
         fits = kernel.phase == graph.ops[op].phase and elements in sizes | {kernel.elements}
         fits = fits and not kernel.makes & moved
         is_after = all(each is kernel or each.level < kernel.level for each in before)

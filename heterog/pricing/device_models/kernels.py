@@ -321,7 +321,7 @@ class _Product(NamedTuple):
 
 def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
     """The matrix products in an op; none if an imported graph does not say enough about it."""
-    call = graph.call(op)
+    call = graph.calls[op]
     if not all(isinstance(call.args.get(name), TensorRef) for name in _READS.get(call.kind, ())):
         return
     if call.kind in _FACTORS:
@@ -430,13 +430,13 @@ def _family(graph: OpGraph, op: int) -> tuple[int, float]:
     """(Number in ``STREAMS``, elements that are reduced together) of an op without products."""
     kind = graph.ops[op].kind
     if any(name in kind for name in _NORMS):
-        shape = graph.call(op).args.get("normalized_shape")
+        shape = graph.calls[op].args.get("normalized_shape")
         row = 1.0
         for size in shape if isinstance(shape, tuple) else ():
             assert isinstance(size, int)
             row *= size
         return 1, row
     if kind.startswith(_SOFTMAXES):
-        call = graph.call(op)
+        call = graph.calls[op]
         return 2, float(call.inputs[0].shape[integer(call, "dim", -1)])
     return 0, 0.0

@@ -104,7 +104,7 @@ def stream_of(graph: OpGraph, op: int, *, row: float = 1.0) -> Stream:
         return Stream(issued=_EMBEDDING_BACKWARD)
     if not any(name in kind for name in ("norm", "pool", "conv")):
         return Stream()
-    call = graph.call(op)
+    call = graph.calls[op]
     is_backward = "backward" in kind
     if not call.inputs or not call.inputs[0].shape:
         return Stream()

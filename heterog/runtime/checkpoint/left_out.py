@@ -142,7 +142,7 @@ def _every_kind(step: DeployedStep) -> Iterator[LeftOutParts]:
 
 def _size(step: DeployedStep, row: int) -> int:
     graph = step.captured.graph
-    return graph.tensors[graph.updates[row][1]].meta.num_elements
+    return graph.tensors[graph.updates[row][1]].num_elements
 
 
 def _prefix(step: DeployedStep, kept: LeftOutParts, row: int) -> str:

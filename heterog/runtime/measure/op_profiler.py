@@ -34,7 +34,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep
-from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.op_graph import OpGraph
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
@@ -161,7 +161,7 @@ def _resident_bytes(step: DeployedStep) -> int:
         ),
         default=0,
     )
-    whole = sum(int(graph.tensor_bytes[t]) for t in graph.inputs_of_kind(TensorKind.BATCH))
+    whole = sum(int(graph.tensor_bytes[t]) for t in graph.batch)
     return stored_bytes(tensors) + whole * samples // graph.batch_size
 
 
@@ -389,7 +389,7 @@ def _strategy(graph: OpGraph, samples: int) -> Strategy:
         decision = Decision(devices=(0,), shares=(samples,))
     return Strategy(
         graph=graph.fingerprint,
-        cluster=_pair().fingerprint(),
+        cluster=_pair().fingerprint,
         decisions=(decision,) * graph_tables(graph).num_groups,
         homes=(REPLICATED,) * len(graph.updates),
         bucket_bytes=25 * 2**20,

@@ -359,7 +359,7 @@ def profile_as_rank(
     quota = cluster.hosts[cluster.host_of[rank]].cpu_quota if throttled else None
     journal.mkdir(exist_ok=True)
     compiles = cluster.execution.compiles
-    of = f"{device.name} of cluster '{cluster.name}' ({cluster.fingerprint()})"
+    of = f"{device.name} of cluster '{cluster.name}' ({cluster.fingerprint})"
     done = Journal(journal / f"rank{rank}.jsonl", of, compiles=compiles)
     with num_threads(_threads_of_a_rank()):
         ops = profile_local(

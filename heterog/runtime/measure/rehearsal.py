@@ -22,7 +22,7 @@ from heterog.errors import StrategyError
 from heterog.garbage import without_collector
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
-from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules.indexing import BAGS
 from heterog.lowering.program import FIRST_LINK_KIND, OP_KINDS, Program, TaskKind, op_row
 from heterog.lowering.tables import graph_tables
@@ -276,9 +276,7 @@ class Stage:
         self.order = step_order(seen, task_order, clips=clips)
         self.tables = seen.tables
         ops = _rehearsed_ops(captured, axis_plan(graph, strategy.op_rules))
-        self.batch = {
-            tensor: _empty(graph, tensor) for tensor in graph.inputs_of_kind(TensorKind.BATCH)
-        }
+        self.batch = {tensor: _empty(graph, tensor) for tensor in graph.batch}
         self.device_sets = device_sets(program, strategy)
         self.executors: list[StepExecutor] = []
         for rehearsal in self.modes:

@@ -92,8 +92,8 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
     machines = sorted({rank.machine for rank in ranks})
     has = [[rank.device for rank in ranks if rank.machine == machine] for machine in machines]
     hosts = [
-        [cluster.devices[device].type.name for device in cluster.host_devices(number)]
-        for number in range(cluster.num_hosts)
+        [cluster.devices[device].type.name for device in devices]
+        for devices in cluster.host_devices
     ]
     named = [next(rank.host for rank in ranks if rank.machine == each) for each in machines]
     fits = np.array([
@@ -116,7 +116,7 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
             )
     found = [0] * len(ranks)
     for machine, host in enumerate(chosen.tolist()):
-        free = list(cluster.host_devices(host))
+        free = list(cluster.host_devices[host])
         members = [n for n, rank in enumerate(ranks) if rank.machine == machines[machine]]
         for number in sorted(members, key=lambda each: ranks[each].device == _ANY):
             place = next(

@@ -37,9 +37,9 @@ def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[dict[st
     """
     names = {kind.name: _names_of(kind.name, nodes) for kind in cluster.device_types}
     asked = []
-    for number in range(cluster.num_hosts):
+    for devices in cluster.host_devices:
         bundle: dict[str, float] = {}
-        for device in cluster.host_devices(number):
+        for device in devices:
             for key, amount in names[cluster.devices[device].type.name].items():
                 bundle[key] = bundle.get(key, 0.0) + amount
         asked.append(bundle)

@@ -277,7 +277,7 @@ class Testbed(Place):
             ip("netns", "add", namespace)
             ip("-n", namespace, "link", "set", "lo", "up")
             delay_s = host.nic_latency_s / 2 if with_delay else 0.0
-            rate = self.cluster.nic_bandwidth_bytes_per_s(index)
+            rate = self.cluster.nic_bandwidth_bytes_per_s[index]
             connect(namespace, switch, f"port{index}", rate, delay_s)
             address = f"{host_address(index)}/{SUBNET.prefixlen}"
             ip("-n", namespace, "address", "add", address, "dev", INTERFACE)
@@ -420,10 +420,10 @@ def _warn_about_load(quotas: Sequence[float | None], core_of: Sequence[int]) -> 
 
 
 def _warn_about_intra(cluster: Cluster) -> None:
-    for index, host in enumerate(cluster.hosts):
-        if len(cluster.host_devices(index)) > 1:
+    for host, devices in zip(cluster.hosts, cluster.host_devices, strict=True):
+        if len(devices) > 1:
             warnings.warn(
-                f"host '{host.name}' has {len(cluster.host_devices(index))} ranks: what they send "
+                f"host '{host.name}' has {len(devices)} ranks: what they send "
                 "to each other goes over loopback, not at the "
                 f"{host.intra.bandwidth_bytes_per_s / 1e9:g} GB/s of its inner link.",
                 HeterogWarning,

@@ -186,7 +186,7 @@ class Conversions:
         """Placement of samples, and of units of the maker's axis, in a slot's value."""
         plan, tensor = self._part.plan, self._tensor(slot)
         is_ruled = plan.tensor_axis[tensor] != BATCH_AXIS
-        return plan.batch_placement(tensor), plan.placements[tensor] if is_ruled else R
+        return plan.batch_placements[tensor], plan.placements[tensor] if is_ruled else R
 
     def _shape(self, slot: int, box: _Box) -> tuple[int, ...]:
         """Shape of a part of a slot's value."""
@@ -328,7 +328,7 @@ class Conversions:
         along = part.spans_of_value(value)
         devices, batch = part.channel(task).devices, part.graph.batch_size
         samples = along.team_samples(micro, part.rank)
-        in_batch = part.plan.batch_placement(tensor)
+        in_batch = part.plan.batch_placements[tensor]
         place = nested(part.plan.placements[tensor], in_batch, batch, samples[1])
         whole = local_shape(part.graph.tensors[tensor].shape, in_batch, samples[1], batch)
         shapes = [local_shape(whole, place, along.units_of(d)[1], along.units) for d in devices]
@@ -358,7 +358,7 @@ class Conversions:
         shape = list(call.outputs[0].shape)
         shape[part.plan.placements[tensor].dim] = 1
         rows = local_shape(
-            tuple(shape), part.plan.batch_placement(tensor), samples[1], part.graph.batch_size
+            tuple(shape), part.plan.batch_placements[tensor], samples[1], part.graph.batch_size
         )
         is_wide = call.inputs[0].dtype == "float64"
         dtype = torch.float64 if is_wide else torch.float32

@@ -182,7 +182,7 @@ class LocalOp:
         target = node.target
         assert isinstance(target, torch._ops.OpOverload)
         self.index = index
-        self.call = graph.call(index)
+        self.call = graph.calls[index]
         is_ruled = plan.op_axis[index] != BATCH_AXIS
         self.whole = Share(graph.batch_size, max(plan.units(index), 1) if is_ruled else 1)
         self.along_batch, self.along_axis = _rules(plan, index, graph.outputs[index])

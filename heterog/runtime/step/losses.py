@@ -41,7 +41,7 @@ class Losses:
         part = self._part
         near = {part.value_in(buffer): buffer for buffer in part.made(task)}
         seen = self._values.look(part.graph.loss, AS_MADE, near, self._values.reader(spans, micro))
-        is_sum = part.plan.batch_placement(part.graph.loss).kind == "P"
+        is_sum = part.plan.batch_placements[part.graph.loss].kind == "P"
         counts = True
         if spans is not None:
             is_ruled = spans.axis != BATCH_AXIS

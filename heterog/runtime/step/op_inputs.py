@@ -66,7 +66,7 @@ def sources(graph: OpGraph, op_rules: OpRules = ()) -> tuple[Source, ...]:
             maker=maker,
             output=tensor - starts[maker] if maker >= 0 else tensor,
             is_view=maker >= 0 and views[maker],
-            in_batch=plan.batch_placement(tensor),
+            in_batch=plan.batch_placements[tensor],
             on_axis=plan.placements[tensor],
             is_ruled=axes[tensor] != BATCH_AXIS,
         )

@@ -349,7 +349,7 @@ class RankProgram:
         if place is None:
             begin = 0
             for each in self.bucket_members[self.bucket[row]]:
-                size = self.graph.tensors[self.graph.updates[each][1]].meta.num_elements
+                size = self.graph.tensors[self.graph.updates[each][1]].num_elements
                 if each in self.sharded:
                     size = round(size * ring.part)
                 self._place_in_ring[each, ring.devices] = begin, size

@@ -105,7 +105,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
         decision = strategy.decisions[int(group[graph.updates[number][0]])]
         tensors = [graph.tensors[graph.updates[row][1]] for row in rows]
         for place, ring in enumerate(rings[number]):
-            sizes = tuple(round(each.meta.num_elements * ring.part) for each in tensors)
+            sizes = tuple(round(each.num_elements * ring.part) for each in tensors)
             found.append(
                 SlicedBucket(
                     number=number,

@@ -304,7 +304,7 @@ class Values:
         held = self.held[buffer]
         result = held.tensor()
         if samples != held.samples:
-            result = cut_span(result, plan.batch_placement(storage), held.samples, samples)
+            result = cut_span(result, plan.batch_placements[storage], held.samples, samples)
         have = rows_held(held, size, reader.all_units)
         return select(result, plan.placements[storage].dim, have, wanted).reshape(shape)
 

@@ -46,9 +46,7 @@ class TrainingJob:
     def features(self) -> JobFeatures:
         """What a scheduler may see of the job: FLOPs as compute, written bytes as memory."""
         ops = self.graph.ops
-        edges = [
-            float(self.graph.tensors[tensor].meta.num_bytes) for op in ops for tensor in op.inputs
-        ]
+        edges = [float(self.graph.tensors[tensor].num_bytes) for op in ops for tensor in op.inputs]
         return JobFeatures.of(
             [op.flops for op in ops], [op.bytes_written for op in ops], edges, self.num_steps
         )

@@ -119,7 +119,7 @@ def strategy_of_pipelines(
     makes_again = any(decision.recompute for decision in decisions)
     return Strategy(
         graph=graph.fingerprint,
-        cluster=cluster.fingerprint(),
+        cluster=cluster.fingerprint,
         decisions=decisions,
         homes=(REPLICATED,) * len(graph.updates),
         micro_batches=tuple(samples) if num_micro > 1 else (),

@@ -56,7 +56,7 @@ def along_positions(
             continue
         (size,) = units
         given = tuple(lies[tensor].place if tensor in lies else R for tensor in op.inputs)
-        result = propagate(graph.call(index), given, size)
+        result = propagate(graph.calls[index], given, size)
         if result is None or not needs_no_transfer(given, result.inputs):
             continue
         made = zip(graph.outputs[index], result.outputs, strict=True)
@@ -348,7 +348,7 @@ def _added_in_parts(
         if len(op.inputs) > 1 and any(len(set(graph.readers(each))) > 1 for each in op.inputs):
             continue  # one of the inputs is summed anyway, for another reader
         given = tuple(P for _ in op.inputs)
-        result = propagate(graph.call(index), given, 1)
+        result = propagate(graph.calls[index], given, 1)
         if result is None or result.inputs != given or result.outputs != (P,):
             continue
         if not graph.is_view[index]:
