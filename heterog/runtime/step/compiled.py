@@ -99,7 +99,7 @@ class Compiler:
                 self.num_compiled += 1
             except Exception as error:  # the compiler and g++ may raise anything
                 self.num_refused += 1
-                self.why = self.why or str(error).strip().partition("\n")[0][:200]
+                self.why = self.why or _in_a_line(error)
         self.seconds += time.perf_counter() - begin
         if self.num_refused and waiting:
             _LOG.warning("%s", self.refused)
@@ -130,6 +130,13 @@ CPU (torch 2.13, inductor's C++): they took 28, 27 and 16 s; this line gives 39,
 ``docs/notebook/testbeds.md`` has the parts. The first part takes some 10 s more."""
 _REFUSED_AT_FIRST = 2
 """Parts that are tried before it is concluded that nothing can be compiled."""
+
+
+def _in_a_line(error: Exception) -> str:
+    """What a compiler's error says first, and the first error of g++ that it quotes."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    quoted = (each.partition("error: ")[2] for each in lines[1:])
+    return ": ".join(filter(None, (lines[0], next(filter(None, quoted), ""))))[:200]
 
 
 def _compiled(part: Part) -> Kernels:
