@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,6 +280,16 @@ def test_batch_dims_that_no_tensor_has_are_refused(stated: Any, words: str) -> N
 def test_something_else_than_a_workload_is_refused() -> None:
     with pytest.raises(CaptureError, match="the workload is of type Sequential; give a heterog"):
         capture(mlp())  # type: ignore[arg-type]
+
+
+def test_the_folder_of_torchs_compiler_must_be_one_that_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "file"
+    there.touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(there))
+    with pytest.raises(CaptureError, match=r"cannot make the folder .*TORCHINDUCTOR_CACHE_DIR"):
+        capture(workload_of("mlp"))
 
 
 def test_batch_dims_name_another_dimension() -> None:

@@ -204,6 +204,18 @@ class Gathered(nn.Module):
         return out
 
 
+class AddedWeights(nn.Module):
+    """Weights that are added, so that one value is the gradient of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(6, 4) / 4) for _ in range(2))
+        self.third = nn.Parameter(torch.randn(4, 6) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.first + self.second + self.third.mT)
+
+
 class OwnLoss(nn.Module):
     """A causal language model that shifts its labels and computes its own loss."""
 
@@ -344,6 +356,7 @@ NORMALISED: dict[str, Any] = {
 }
 FROZEN: dict[str, Any] = {"frozen norms": (FrozenNorms, functional.cross_entropy)}
 GATHERED: dict[str, Any] = {"gathered": (Gathered, functional.mse_loss)}
+ADDED: dict[str, Any] = {"added weights": (AddedWeights, functional.mse_loss)}
 OWN_LOSS: dict[str, Any] = {
     "own loss": (OwnLoss, None),
     "masked target": (MaskedTarget, None),
@@ -365,7 +378,7 @@ LLAMA: dict[str, Any] = {
     "as many heads as samples": (partial(TinyGpt, heads=8), token_loss),
 }
 ENCODED: dict[str, Any] = {"encodings": (RepeatedEncodings, token_loss)}
-MORE = TIED | TRANSLATION | LLAMA | ENCODED | FROZEN | GATHERED
+MORE = TIED | TRANSLATION | LLAMA | ENCODED | FROZEN | GATHERED | ADDED
 EVERY = MODELS | NORMALISED | OWN_LOSS | LOCAL | MORE
 IMAGES = ("residual", *NORMALISED, *FROZEN)
 
@@ -409,7 +422,7 @@ SGD = Recipe()
 
 def batch_of(name: str, step: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(100 + step)
-    if name in ("mlp", *GATHERED, *LOCAL):
+    if name in ("mlp", *GATHERED, *ADDED, *LOCAL):
         return (
             torch.randn(BATCH, 6, generator=generator),
             torch.randn(BATCH, 4, generator=generator),

@@ -82,6 +82,18 @@ def test_an_op_that_needs_the_whole_batch(ranks: Ranks, tmp_path: Path, case: st
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("micro", [(), ((3, 2), (0, 2), (1, 0))])
+def test_a_value_that_is_the_gradient_of_several_weights(
+    ranks: Ranks, tmp_path: Path, micro: tuple[tuple[int, ...], ...]
+) -> None:
+    """Sums over devices and micro-batches are made in place."""
+    graph = graph_of("added weights")
+    decisions = [SYNCS["ring"]] * group_ops(graph).num_groups
+    strategy = strategy_of(graph, decisions, micro_batches=micro)
+    assert_trains_like_one_device(ranks, tmp_path, "added weights", strategy, graph)
+
+
+@pytest.mark.distributed
 def test_the_whole_batch_and_micro_batches_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     graph = graph_of("gathered")
     micro = ((3, 2), (1, 1), (0, 1))

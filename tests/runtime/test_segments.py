@@ -178,6 +178,24 @@ def test_without_a_compiler_two_parts_are_tried() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            RuntimeError("C++ compile error\nCommand: g++\na.cpp:1: fatal error: no a.h"),
+            "no a.h",
+        ),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_a_refusal_says_why(error: Exception, words: str) -> None:
+    compiler = Compiler()
+    compiler.part("one", list, (), 1)
+    with mock.patch("heterog.runtime.step.compiled._inductor", side_effect=error):
+        compiler.compile()
+    assert compiler.refused.endswith(words)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_segments_do_what_single_turns_do(ranks: Ranks, tmp_path: Path, case: str) -> None:

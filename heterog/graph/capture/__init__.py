@@ -91,6 +91,7 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
             f"the workload is of type {type(workload).__name__}; give a heterog.Workload, which "
             "has a model, an example batch, a loss and an optimizer's class."
         )
+    _check_folder_of_compiler()
     if planned is None:
         _warn_of_loss(workload)
     quiet = mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
@@ -123,6 +124,24 @@ def _deeper_calls() -> Iterator[None]:
         yield
     finally:
         sys.setrecursionlimit(before)
+
+
+def _check_folder_of_compiler() -> None:
+    """Refuse to begin without the folder that torch makes as soon as it traces.
+
+    Raises:
+        CaptureError: the folder cannot be made.
+    """
+    try:
+        # Imported here, because it imports torch's compiler, which makes the folder.
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        cache_dir()
+    except OSError as error:
+        raise CaptureError(
+            f"torch cannot make the folder for what it compiles ({error}); name one that it can "
+            "make in TORCHINDUCTOR_CACHE_DIR."
+        ) from error
 
 
 def _check_model(workload: Workload, model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
+from heterog.graph.placement import OpCall
 from heterog.runtime.step.recipes import Like
 from heterog.runtime.step.replays import Kernels, Replays
 
@@ -99,7 +100,7 @@ class Compiler:
                 self.num_compiled += 1
             except Exception as error:  # the compiler and g++ may raise anything
                 self.num_refused += 1
-                self.why = self.why or str(error).strip().partition("\n")[0][:200]
+                self.why = self.why or _in_a_line(error)
         self.seconds += time.perf_counter() - begin
         if self.num_refused and waiting:
             _LOG.warning("%s", self.refused)
@@ -130,6 +131,13 @@ CPU (torch 2.13, inductor's C++): they took 28, 27 and 16 s; this line gives 39,
 ``docs/notebook/testbeds.md`` has the parts. The first part takes some 10 s more."""
 _REFUSED_AT_FIRST = 2
 """Parts that are tried before it is concluded that nothing can be compiled."""
+
+
+def _in_a_line(error: Exception) -> str:
+    """What a compiler's error says first, and the first error of g++ that it quotes."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    quoted = (each.partition("error: ")[2] for each in lines[1:])
+    return ": ".join(filter(None, (lines[0], next(filter(None, quoted), ""))))[:200]
 
 
 def _compiled(part: Part) -> Kernels:
@@ -173,6 +181,23 @@ def _inductor(function: Kernels, likes: Sequence[Like]) -> Kernels:
             return boxed(compile_fx(graph, given))
 
     return as_compiled(function, likes, compiled)
+
+
+def is_computed_otherwise(call: OpCall) -> bool:
+    """Whether inductor's numbers are not the op's, so that it stays outside of compiled parts.
+
+    In torch 2.13 (``torch.compile`` as well) gradients of average pooling are divided by whole
+    windows where ``ceil_mode`` lets windows end behind the image, and those of nearest neighbours
+    go where sizes say, whatever the scale says.
+    """
+    if re.match(r"avg_pool\dd_backward\.", call.kind):
+        return bool(call.args["ceil_mode"])
+    if not call.kind.startswith("upsample_nearest2d_backward."):
+        return False
+    sizes: Any = call.args["input_size"]
+    scales = call.args["scales_h"], call.args["scales_w"]
+    both = zip(call.input("grad_output").shape[2:], sizes[2:], scales, strict=True)
+    return any(large % small or scale not in (None, large / small) for large, small, scale in both)
 
 
 def reads_rounded(graph: fx.GraphModule) -> bool:
@@ -292,6 +317,22 @@ def _cumulative_sum(value: Tensor, dim: int, *, dtype: torch.dtype | None = None
     return NotImplemented if dtype is None else value.to(dtype).cumsum(dim).to(dtype)
 
 
+def _layer_norm(
+    value: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Any:
+    if weight is None or weight.dtype == value.dtype:
+        return NotImplemented
+    wide = torch.ops.aten.native_layer_norm(value.to(weight.dtype), shape, weight, bias, eps)
+    return wide[0].to(value.dtype), *wide[1:]
+
+
+def _group_norm(value: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Any:
+    if weight is None or weight.dtype == value.dtype:
+        return NotImplemented
+    wide = torch.ops.aten.native_group_norm(value.to(weight.dtype), weight, bias, *sizes)
+    return wide[0].to(value.dtype), *wide[1:]
+
+
 _SPELT_OUT: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.add.Tensor: _add,
     torch.ops.aten.add_.Tensor: _add_in_place,
@@ -300,11 +341,15 @@ _SPELT_OUT: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.rsub.Tensor: _sub_from,
     torch.ops.aten.sum.dim_IntList: _sum,
     torch.ops.aten.cumsum.default: _cumulative_sum,
+    torch.ops.aten.native_layer_norm.default: _layer_norm,
+    torch.ops.aten.native_group_norm.default: _group_norm,
 }
-"""Ops with their keyword arguments as ops of their own.
+"""Ops with their keyword arguments, and with conversions of their inputs, as ops of their own.
 
 A pattern of inductor matches ops whatever arguments they have beside those that it names, and what
 it puts in their place does without (torch 2.13, ``torch.compile`` as well): ``x.add(a @ b,
 alpha=0.1)`` adds ten times too much, ``x.sub(x.amax(1, True), alpha=0.5)`` of an ``x`` with a
-factor takes twice too much off, and ``ones.cumsum(1, dtype=torch.long)`` is no integer.
+factor takes twice too much off, and ``ones.cumsum(1, dtype=torch.long)`` is no integer. Norms of
+numbers in half precision keep means in single precision if their weights are in it, and inductor
+would round these.
 """

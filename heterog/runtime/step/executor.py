@@ -249,7 +249,7 @@ class StepExecutor:
         plain = {tensor: value.resolve_conj().resolve_neg() for tensor, value in batch.items()}
         if not self._strides:  # of memory without holes, which ``empty_like`` has
             self._strides |= {key: torch.empty_like(each).stride() for key, each in plain.items()}
-        return {key: lying_as(each, self._strides[key]) for key, each in plain.items()}
+        return {key: lying_as(each, self._strides[key], each.dtype) for key, each in plain.items()}
 
     def play(self, turns: Sequence[DueTask]) -> None:
         """Run some consecutive turns: one by one in the first step, then as segments."""

@@ -161,8 +161,11 @@ class Gradients:
         ((_, buffer),) = near.items()
         held = values.held[buffer]
 
+        # Sums over micro-batches and devices change it in place.
+        first, *_ = self._part.parameters_of_value[next(iter(near))[0]]
+
         def gradient() -> Tensor:
-            return values.gradient(tensor, near, held, reader)
+            return values.gradient(tensor, near, held, reader, copies=row != first)
 
         if isinstance(held.value, Pending):
             self.keep_row(row, micro, Pending(None, gradient))

@@ -16,8 +16,8 @@ buffers, samples), so that they have one text, which Python compiles once.
 If steps are compiled, the ops of a segment are a function of their own, which inductor compiles
 (``compiled``). Its arguments are the tensors that it reads, its results those that other turns
 read. Ops that draw random numbers or update statistics stay outside, and draw the same numbers as
-ever. A segment then ends where gradients of micro-batches are added up, so that they need not all
-exist at once.
+ever; so do ops that inductor computes otherwise. A segment then ends where gradients of
+micro-batches are added up, so that they need not all exist at once.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ from heterog.graph.placement import Placement, TensorRef
 from heterog.lowering.program import OP_KINDS, TaskKind
 from heterog.pricing.device_models.fusion import LEAST_OF_A_LAYER, layer_of
 from heterog.runtime.step.collectives import Communicator
-from heterog.runtime.step.compiled import Compiler
+from heterog.runtime.step.compiled import Compiler, is_computed_otherwise
 from heterog.runtime.step.interpreter import NotedOp
 from heterog.runtime.step.optimizer import StepUpdates, Updates
 from heterog.runtime.step.rank_program import RankProgram
@@ -115,11 +115,11 @@ class Segments:
         return frozenset(b for task in outside for b in part.reads(task))
 
     @cached_property
-    def strides(self) -> Mapping[int, tuple[int, ...]]:
-        """Strides of each buffer that ops read, as in the first step."""
+    def likes(self) -> Mapping[int, Like]:
+        """Properties of each buffer that ops read, as in the first step."""
         recipes = (recipe for noted in self.noted.values() for recipe in noted.recipes)
         held = (each for each in recipes if each is not None and each.begin is Begin.HELD)
-        return {each.key: each.like.stride for each in held}
+        return {each.key: each.like for each in held}
 
     def pieces(self, turns: Sequence[DueTask], *, apart: bool) -> list[Piece]:
         """Cut turns into segments and single turns between them.
@@ -193,7 +193,8 @@ class Segments:
             return _Way.IN_SEGMENT
         if noted is None:
             return _Way.COMPILED if self.part.kinds[task] is TaskKind.UPDATE else _Way.IN_SEGMENT
-        stays = noted.local_op.is_random or noted.local_op.steps_statistics
+        op = noted.local_op
+        stays = op.is_random or op.steps_statistics or is_computed_otherwise(op.call)
         return _Way.IN_SEGMENT if stays else _Way.COMPILED
 
     def _fits(self, turn: DueTask) -> bool:
@@ -360,9 +361,9 @@ class _Writer:
             if values.num_value_reads(buffer) > self._op_reads[buffer]:
                 name = value = self._names[buffer]
                 share = f"{constant(noted.reader.samples)}, {constant(noted.units)}"
-                if self._compiles and buffer in self._given.strides:
-                    stride = constant(self._given.strides[buffer])
-                    value = f"{constant(lying_as)}({name}, {stride})"
+                if self._compiles and buffer in self._given.likes:
+                    _, stride, dtype, _ = self._given.likes[buffer]
+                    value = f"{constant(lying_as)}({name}, {constant(stride)}, {constant(dtype)})"
                 self._after.append(f"held[{constant(buffer)}] = HeldValue({value}, {share})")
                 self._outputs[name] = buffer in self._given.sent
             else:
@@ -464,11 +465,13 @@ class _Writer:
         return f"v{self._num_names - 1}"
 
 
-def lying_as(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A tensor with these strides, for which its readers are compiled.
+def lying_as(value: Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor with these strides and this dtype, for which its readers are compiled.
 
-    Inductor may lay a result out otherwise than the op does in the first step.
+    Inductor may lay a result out otherwise than the op does in the first step, or make it of
+    another dtype.
     """
+    value = value.to(dtype)
     strides = zip(value.shape, value.stride(), stride, strict=True)
     if value.stride() == stride or all(size == 1 or own == like for size, own, like in strides):
         return value

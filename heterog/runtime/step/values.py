@@ -320,7 +320,9 @@ class Values:
         buffer = self._buffers[self._part.graph.ops[op].inputs[position]]
         put(buffer, place, reader.all_units, reader.units[0], value)
 
-    def gradient(self, tensor: int, near: Near, held: HeldValue, reader: Reader) -> Tensor:
+    def gradient(
+        self, tensor: int, near: Near, held: HeldValue, reader: Reader, *, copies: bool
+    ) -> Tensor:
         """A gradient, as made or as gathered, through the views of it.
 
         Args:
@@ -328,6 +330,7 @@ class Values:
             near: Buffer that holds it.
             held: Contents of that buffer, which may have been dropped since.
             reader: This rank, as the op that made the gradient.
+            copies: Whether it gets memory of its own, because another parameter has the value.
         """
         ((_, whole),), (buffer,) = near.keys(), near.values()
         is_there = buffer in self.held
@@ -335,7 +338,7 @@ class Values:
         found = self.look(tensor, whole, near, reader).value
         if not is_there:
             del self.held[buffer]
-        return found
+        return self._then(Tensor.clone, found) if copies else found
 
     def _cut_free(self, seen: "Seen", need: Need, reader: Reader, *, along_axis: bool) -> None:
         """Cut a whole value to an op's own samples or units, if it needs only these."""
