@@ -71,7 +71,8 @@ def sequence_of(tables: GraphTables, choice: Choice, tape: Tape, timings: Timing
     records = tape.tasks[: len(start)]
     num_devices, num_turns = choice.teams.size.shape[1], int(records["turn"].max(initial=0)) + 1
     start, latest = start.copy(), np.empty(num_devices)
-    _align_teams(tables, choice, tape, start, latest, np.zeros((num_devices, num_turns)))
+    exact = choice._replace(modes=())  # kernels get no modes
+    _align_teams(tables, exact, tape, start, latest, np.zeros((num_devices, num_turns)))
     tasks = np.argsort(start, kind="stable").astype(np.int32)
     ops = tasks[records["kind"][tasks] < FIRST_FREE_KIND]
     return TaskOrder(tasks, ops[np.argsort(records["device"][ops], kind="stable")])
