@@ -20,7 +20,10 @@ from heterog.runtime.launch import parent_of
 KINDS = ("V100-16GB", "V100-16GB", "T4", "T4")
 MODEL = Path(__file__).with_name("healing_model.py").resolve()
 PARTS = ("noticed_s", "planned_s", "moved_s", "first_step_s")
-SIGNALS = {"frozen": signal.SIGSTOP, "paused": signal.SIGSTOP, "leaving": signal.SIGTERM}
+SIGNALS = {
+    **dict.fromkeys(("frozen", "stuck", "paused"), signal.SIGSTOP),
+    "leaving": signal.SIGTERM,
+}
 """What processes get by fault; ``SIGKILL`` by the others."""
 PAUSE_S = 3.0
 """Seconds of a pause after which a host must not count as lost."""

@@ -10,10 +10,10 @@ which has imported what they need, or start as torchrun's do by default (``--sta
 Faults, at a random step: ``node`` (all processes of a host, by SIGKILL at once), ``first`` (the
 host of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (two hosts at once, or one
 ``--apart`` seconds after the other), ``cut`` (a host's link), ``frozen`` (a host by SIGSTOP),
-``paused`` (a host by SIGSTOP for 3 s: its ranks train on), ``leaving`` (SIGTERM to an agent), and
-``plain`` (as ``node``, but from a checkpoint instead of memory). Losses have to equal those of one
-process that trains on the same batches, with every sample of an epoch dealt once. Losses of a plan
-are in float32, and their difference is reported.
+``stuck`` (its rank alone), ``paused`` (a host by SIGSTOP for 3 s: its ranks train on), ``leaving``
+(SIGTERM to an agent), and ``plain`` (as ``node``, but from a checkpoint instead of memory). Losses
+have to equal those of one process that trains on the same batches, with every sample of an epoch
+dealt once. Losses of a plan are in float32, and their difference is reported.
 """
 
 import itertools
@@ -62,7 +62,9 @@ from heterog.workers import signals_as_exit
 from heterog.zoo import load_workload
 
 HOSTS = 4
-FAULTS = ("node", "first", "leader", "two", "cut", "frozen", "paused", "leaving", "plain")
+FAULTS = (
+    *("node", "first", "leader", "two", "cut", "frozen", "stuck", "paused", "leaving", "plain"),
+)
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch._dynamo", "heterog.healing.agent", "namespaces"])
 LOOP = Path(__file__).with_name("healing_loop.py").resolve()
@@ -135,11 +137,11 @@ class Hosts:
             time.sleep(0.005)
         raise TimeoutError(f"{what} was not told; last {self.events()[-1:]}")
 
-    def signal(self, host: int, what: signal.Signals) -> None:
-        """Send a signal to all processes of a host, but for those that remove files."""
+    def signal(self, host: int, what: signal.Signals, *, is_stuck: bool = False) -> None:
+        """Signal all processes of a host, but for those that remove files, or its rank alone."""
         agent = self.agents[host].pid
         ranks = [pid for pid, (parent, _) in processes().items() if parent == agent]
-        for pid in (agent, *ranks):
+        for pid in (*ranks,) if is_stuck else (agent, *ranks):
             with suppress(ProcessLookupError):
                 os.kill(pid or 0, what)
 
@@ -153,7 +155,7 @@ class Hosts:
             elif fault == "cut":
                 set_link(self._places[1 + host][0], "down")
             else:
-                self.signal(host, what)
+                self.signal(host, what, is_stuck=fault == "stuck")
             if fault == "paused":
                 threading.Timer(PAUSE_S, self.signal, (host, signal.SIGCONT)).start()
 

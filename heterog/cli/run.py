@@ -144,7 +144,10 @@ def run(
         ),
     ] = "",
     timeout: Annotated[
-        str, typer.Option("--timeout", help="of the whole job, besides compiling")
+        str,
+        typer.Option(
+            "--timeout", help="of the whole job, besides compiling, or with --heal steps"
+        ),
     ] = "300s",
     step_timeout: Annotated[
         str, typer.Option("--step-timeout", help="after which a step counts as hung")

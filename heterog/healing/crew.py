@@ -258,7 +258,8 @@ class Crew:
         try:
             if assignment is not None:
                 self._begin(trained, assignment)
-            wait_for_ranks(ranks, self._request.limits, watch, lambda: watch(ranks[0].stage))
+            limits, ask = self._request.limits, lambda: watch(ranks[0].stage)
+            wait_for_ranks(ranks, limits, watch, ask, counts_steps=False)
         finally:  # end all ranks, and take in their last events
             used = {n: self._hosts[n] for n in sorted(set(of_ranks)) if self._hosts[n].is_here}
             asked = {n: h.actor.end_generation.remote(*h.position) for n, h in used.items()}

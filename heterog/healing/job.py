@@ -69,8 +69,8 @@ class HealingJob:
     """Trains with a plan, and with other plans when that becomes necessary or better.
 
     Args:
-        request: The first plan, and how to train. Its limit of the whole job is that of each
-            generation.
+        request: The first plan, and how to train. Its limit of the whole job is that of what each
+            generation does beside steps.
         options: Settings for snapshots, checkpoints and changes of plan.
         place: Where the rank of each device runs.
         crew: Runs ranks and keeps snapshots, instead of this machine.

@@ -51,8 +51,9 @@ class HealingLoop:
         checkpoint: Folder of a checkpoint written beside training; empty for none.
         checkpoint_s: Seconds between checkpoints.
         silent_s: Seconds without an answer after which a rank gives up waiting for another one
-            whose machine is not cut off, so that torchrun starts those that are left. More than
-            any rank takes for a step; 0 leaves the timeout of the process group.
+            whose machine is not cut off, so that torchrun starts those that are left, from the
+            second step on. More than any rank takes for one; 0 leaves the timeout of the process
+            group.
 
     Attributes:
         num_steps: Number of steps done, in all epochs and by all generations of ranks.
@@ -107,8 +108,7 @@ class HealingLoop:
         self._who = [each for each, _ in said]
         _check_alike([each for _, each in said])
         elastic.end_cut_links()
-        if silent_s:  # from here on: ranks may start at different times
-            set_silence(silent_s)
+        self._silent_s = silent_s
         self._local = int(os.environ.get("LOCAL_RANK", self._rank))
         self._num_local = int(os.environ.get("LOCAL_WORLD_SIZE", self._num_ranks))
         self._shelf = Shelf(folder_of_host())
@@ -168,6 +168,9 @@ class HealingLoop:
             raise HeterogError("HealingLoop: call restore before the first step.")
         with self._balancer.clock.waiting():
             is_next, is_left = self._writer.end_step(self._leaves.is_set())
+        if self._silent_s:  # ranks may start at different times, and compile in their first step
+            set_silence(self._silent_s)
+            self._silent_s = 0.0
         if not (is_next or is_left):
             return
         tensors: list[Tensor] = []

@@ -470,19 +470,22 @@ def test_a_loop_is_refused_whose_checkpoints_could_not_be_written(tmp_path: Path
         )
 
 
-def test_a_loop_says_why_no_checkpoint_was_written(
+def test_a_loop_ends_its_steps_and_says_why_no_checkpoint_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service = mock.Mock()
     service.answer_to.side_effect = HeterogError("no room")
     monkeypatch.setattr(checkpoints, "Service", lambda module: service)
     loop: Any = mock.MagicMock(_checkpoint=str(tmp_path / "saved"), _checkpoint_s=-1.0, _rank=0)
-    loop.num_steps, loop._writing = 0, None
+    loop.num_steps, loop._writing, loop._silent_s = 0, None, 7.0
+    waits: list[float] = []
+    monkeypatch.setattr("heterog.healing.loop.set_silence", waits.append)
     loop._writer.end_step.return_value = [True, False]
     for _ in range(2):
         HealingLoop.end_step(loop)
         loop._writing._writing.join()
     assert capsys.readouterr().err == "heterog: no checkpoint was written: no room\n"
+    assert waits == [7.0], "from the second step on: in the first one ranks compile"
 
 
 def test_a_loop_is_refused_whose_ranks_keep_different_tensors() -> None:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from heterog.errors import HeterogError, InputFileError
 from heterog.healing import elastic, rank, snapshots
-from heterog.healing.crew import HealingHost
+from heterog.healing.choices import Choice
+from heterog.healing.crew import Crew, HealingHost
 from heterog.healing.on_ray import RayCrew
 from heterog.healing.rank import HealingRank
+from heterog.healing.record import Trained
 from heterog.healing.shelf import (
     LostError,
     Moment,
@@ -568,6 +570,15 @@ def test_ranks_wait_longer_for_those_that_write_a_snapshot(
     assert done == ["step", *written, 6.0, "step", pytest.approx(20.0), "step", 6.0, "step"]
     told = [call.args[0] for call in healing._write.call_args_list]
     assert told.count("kept") == 1, "as soon as one is complete, and not with the next one"
+
+
+def test_a_job_that_heals_may_train_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = mock.Mock()
+    monkeypatch.setattr("heterog.healing.crew.wait_for_ranks", waited)
+    own = mock.MagicMock(_host_of=[0], _hosts=[mock.MagicMock()])
+    trained = Trained(running=Choice(path="", method="", devices=(0,)))
+    Crew.run(own, trained, None, mock.Mock())
+    assert waited.call_args.kwargs == {"counts_steps": False}
 
 
 def test_a_folder_that_others_may_read_is_refused(

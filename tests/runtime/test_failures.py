@@ -209,13 +209,33 @@ def test_who_was_silent_for_long_is_not_waited_for_again(monkeypatch: pytest.Mon
     assert waited == [0.5, 0.5, 0.1]
 
 
-def test_a_job_has_its_time_besides_compiling() -> None:
-    rank = SimpleNamespace(stage=f"{COMPILING}, part 2", since_s=0.0, stopped_since_s=None, pid=0)
+@pytest.mark.parametrize(
+    ("stage", "counts_steps", "is_ended"),
+    [
+        (f"{COMPILING}, part 2", True, False),
+        ("step 3 of 9", True, True),
+        ("step 3 of 9", False, False),  # a job that heals may train for days
+        ("joining the others", False, True),
+    ],
+)
+def test_a_job_has_its_time_besides_compiling(
+    stage: str, counts_steps: bool, is_ended: bool
+) -> None:
+    rank = SimpleNamespace(stage=stage, since_s=time.monotonic(), stopped_since_s=None, pid=0)
     rank.silent_s = 0.0
-    polls = iter(range(5))
+    polls = iter(range(8))
     rank.look = lambda now_s: None
     rank.poll = lambda: None if next(polls, None) is not None else 0
-    wait_for_ranks([rank], Limits(timeout_s=0.0), lambda stage: None)
+
+    def wait() -> None:
+        limits = Limits(timeout_s=0.04)
+        wait_for_ranks([rank], limits, lambda stage: None, counts_steps=counts_steps)
+
+    if not is_ended:
+        wait()
+        return
+    with pytest.raises(LaunchError, match=r"did not end within 0\.04 s"):
+        wait()
 
 
 @THOROUGH

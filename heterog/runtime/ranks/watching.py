@@ -102,6 +102,8 @@ def wait_for_ranks(
     limits: Limits,
     progress: Callable[[str], None],
     in_silence: Callable[[], None] = lambda: None,
+    *,
+    counts_steps: bool = True,
 ) -> None:
     """Wait until all ranks are done, one fails or stands still, or the time is over.
 
@@ -110,6 +112,7 @@ def wait_for_ranks(
         limits: Seconds after which they are given up.
         progress: Called with the stage of rank 0, whenever that changes.
         in_silence: Called again and again while a rank does not answer.
+        counts_steps: Whether steps count for the time of the whole job; each has its own limit.
 
     Raises:
         LaunchError: a rank failed or the time is over; names the rank and its last words.
@@ -133,7 +136,7 @@ def wait_for_ranks(
         before_s, now_s = now_s, time.monotonic()
         for rank in ranks:
             rank.look(now_s)
-        if _compile(ranks):
+        if _compile(ranks) or (told.startswith("step ") and not counts_steps):
             deadline_s += now_s - before_s
         if ranks[0].stage != told:
             told = ranks[0].stage
