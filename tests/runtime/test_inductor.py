@@ -202,7 +202,7 @@ def test_ops_are_spelt_out_as_they_compute(function: Kernels) -> None:
         calls = [node for node in graph.graph.nodes if node.target in _SPELT_OUT]
         assert calls
         assert not any({"alpha", "dtype"} & {*node.kwargs} for node in calls)
-        made = [each.meta["val"].dtype for each in graph.graph.output_node().args[0]]
+        made = [each.meta["val"].dtype for each in graph.graph.output_node().all_input_nodes]
         assert made == [each.dtype for each in function(inputs())]
         return lambda given: list(graph(*given))
 
@@ -252,13 +252,11 @@ class Resized(nn.Module):
     ("scale", "ceil", "differ"),
     [
         (2.0, False, []),
-        (1.7, False, ["upsample_nearest2d_backward.default"]),
-        (2.1, True, ["upsample_nearest2d_backward.default", "avg_pool2d_backward.default"]),
+        (1.7, False, ["upsample_nearest2d.default", "upsample_nearest2d_backward.default"]),
+        (2.0, True, ["avg_pool2d_backward.default"]),
     ],
 )
-def test_gradients_that_inductor_computes_otherwise(
-    scale: float, ceil: bool, differ: list[str]
-) -> None:
+def test_ops_that_inductor_computes_otherwise(scale: float, ceil: bool, differ: list[str]) -> None:
     x = torch.zeros(2, 3, 8, 8)
     target = Resized(scale, ceil=ceil)(x).detach()
     model = Resized(scale, ceil=ceil)

@@ -17,6 +17,7 @@ from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.local_op import _FAST
 from heterog.runtime.step.recipes import Like
 from heterog.runtime.step.replays import Kernels
+from heterog.runtime.step.segments import lying_as
 from tests.runtime.cases import SGD, batch_of, deployed
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_updates import saved_plan
@@ -176,6 +177,13 @@ def test_without_a_compiler_two_parts_are_tried() -> None:
     assert compiler.refused == (
         "5 of 5 parts were not compiled and run as generated Python: no such kernel"
     )
+
+
+def test_results_are_what_their_readers_are_compiled_for() -> None:
+    value = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    made = lying_as(value, (1, 2), torch.float32)
+    assert (made.stride(), made.dtype, made.tolist()) == ((1, 2), torch.float32, value.tolist())
+    assert lying_as(value, (3, 1), torch.bfloat16) is value
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,20 @@ def is_computed_otherwise(call: OpCall) -> bool:
     """Whether inductor's numbers are not the op's, so that it stays outside of compiled parts.
 
     In torch 2.13 (``torch.compile`` as well) gradients of average pooling are divided by whole
-    windows where ``ceil_mode`` lets windows end behind the image, and those of nearest neighbours
-    go where sizes say, whatever the scale says.
+    windows where ``ceil_mode`` lets windows end behind the image. Nearest neighbours are where the
+    scale says, which the ops do not ask if sizes are doubled, and their gradients where sizes say.
     """
     if re.match(r"avg_pool\dd_backward\.", call.kind):
         return bool(call.args["ceil_mode"])
-    if not call.kind.startswith("upsample_nearest2d_backward."):
+    if not re.match(r"upsample_nearest\dd(_backward)?\.", call.kind):
         return False
-    sizes: Any = call.args["input_size"]
-    scales = call.args["scales_h"], call.args["scales_w"]
-    both = zip(call.input("grad_output").shape[2:], sizes[2:], scales, strict=True)
-    return any(large % small or scale not in (None, large / small) for large, small, scale in both)
+    output: Any = call.args["output_size"]
+    given: Any = call.args.get("input_size", call.inputs[0].shape)
+    scales = [value for name, value in call.args.items() if name.startswith("scales")]
+    sizes = zip(output, given[2:], scales, strict=True)
+    return any(
+        large % small or scale not in (None, large / small) for large, small, scale in sizes
+    )
 
 
 def reads_rounded(graph: fx.GraphModule) -> bool:

@@ -471,7 +471,8 @@ def lying_as(value: Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> Tens
     Inductor may lay a result out otherwise than the op does in the first step, or make it of
     another dtype.
     """
-    value = value.to(dtype)
+    if value.dtype != dtype:
+        value = value.to(dtype)
     strides = zip(value.shape, value.stride(), stride, strict=True)
     if value.stride() == stride or all(size == 1 or own == like for size, own, like in strides):
         return value
