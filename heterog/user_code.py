@@ -101,12 +101,13 @@ def trusted_source(source: str, named: Sequence[str], where: str) -> str:
         found = own.expanduser().resolve()
         if found.name == path.name and found.suffix == ".py":
             return f"{found}:{function}"
-    if path.suffix == ".py" and path.is_relative_to(Path.cwd().resolve()):
+    working = Path.cwd() if os.path.exists(os.curdir) else None
+    if path.suffix == ".py" and working and path.is_relative_to(working.resolve()):
         return f"{path}:{function}"
     raise InputFileError(
         f"{where} says that its model is made by {path_text}, which is not under the folder you "
-        f"work in ({Path.cwd()}). To use it would run or copy that file; if you trust it, add "
-        f"`sources` {shlex.quote(path_text)}."
+        f"work in ({working or 'removed'}). To use it would run or copy that file; if you trust "
+        f"it, add `sources` {shlex.quote(path_text)}."
     )
 
 
