@@ -101,7 +101,7 @@ def trusted_source(source: str, named: Sequence[str], where: str) -> str:
         found = own.expanduser().resolve()
         if found.name == path.name and found.suffix == ".py":
             return f"{found}:{function}"
-    working = Path.cwd() if os.path.exists(os.curdir) else None
+    working = _working_folder()
     if path.suffix == ".py" and working and path.is_relative_to(working.resolve()):
         return f"{path}:{function}"
     raise InputFileError(
@@ -126,6 +126,14 @@ def load_object(source: str, what: str) -> object:
         return callable_in(path, name)
 
 
+def _working_folder() -> Path | None:
+    """The working folder; ``None`` if it was removed, though "." still exists then."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
+
+
 @contextmanager
 def as_script(path: Path) -> Iterator[None]:
     """What Python does for a script without arguments: its folder leads the path of imports.
@@ -134,7 +142,7 @@ def as_script(path: Path) -> Iterator[None]:
     ``script_of``. If the script changes the working folder, in which heterog reads and writes
     files, that is changed back.
     """
-    arguments, working = sys.argv, Path.cwd() if os.path.exists(os.curdir) else None
+    arguments, working = sys.argv, _working_folder()
     _change_namesakes(path.parent)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]

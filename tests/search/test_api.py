@@ -14,7 +14,7 @@ from heterog.errors import BudgetError, HeterogError, InputFileError, StrategyEr
 from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget
 from heterog.simulator.compile_kernels import smallest_graph
-from heterog.user_code import trusted_source
+from heterog.user_code import as_script, trusted_source
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,8 @@ def test_a_source_is_trusted_from_no_folder_that_is_gone(
     (tmp_path / "gone").rmdir()
     with pytest.raises(InputFileError, match=r"not under the folder you work in \(removed\)"):
         trusted_source(f"{tmp_path / 'model.py'}:workload", (), "the plan")
+    with as_script(tmp_path / "model.py"):
+        pass
 
 
 def test_deploy_says_what_is_missing() -> None:
