@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from numbers import Integral
 
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, default_methods
 from heterog.cluster import Cluster
@@ -139,7 +138,7 @@ def layout(
         recompute=named("recompute", recompute, {each.value: each for each in Recompute}),
         schedule=schedule,
         chunks=chunks,
-        layers=items_of("layers", layers, Integral),
+        layers=items_of("layers", layers, int),
         split=items_of("split", split, str),
     )
     graph, rehearse = _captured(workload)

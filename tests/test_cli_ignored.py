@@ -67,7 +67,7 @@ def test_a_second_value_of_an_option_is_refused(asked: list[str], text: str) -> 
 
 def test_every_command_refuses_second_values() -> None:
     groups = [app, *(group.typer_instance for group in app.registered_groups)]
-    commands = [each for group in groups for each in group.registered_commands]
+    commands = [each for group in groups if group for each in group.registered_commands]
     assert [
         each.callback for each in commands if not issubclass(each.cls or object, EachOnce)
     ] == []

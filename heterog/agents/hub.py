@@ -6,6 +6,7 @@ training and results. ``README.md`` is the card. Reading a folder runs no code f
 """
 
 import hashlib
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ from heterog.agents.checkpoint import (
     unpacked,
 )
 from heterog.errors import HeterogError, InputFileError
-from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomically, write_json
+from heterog.files import (
+    MAX_JSON_BYTES,
+    parse_json,
+    read_bytes,
+    read_json,
+    write_atomically,
+    write_json,
+)
 from heterog.names import shown
 
 SAFE, PLAIN = "model.safetensors", "weights.pt"
@@ -56,7 +64,11 @@ numbers are predictions of a simulator. It reads observations of version {observ
 
 
 def pack(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write a policy as a folder."""
+    """Write a policy as a folder, new or one of a packed policy, which is renewed.
+
+    Raises:
+        InputFileError: a file of another origin would be replaced, or the system refuses.
+    """
     record = record_of(checkpoint)
     weights = {name: each.contiguous() for name, each in record.pop("weights").items()}
     del record["training"]
@@ -66,13 +78,39 @@ def pack(checkpoint: Checkpoint, folder: Path) -> None:
         name, data = SAFE, save(weights)
     except ImportError:
         name, data = PLAIN, packed(weights)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / name, data)
+    _refuse_others(folder, name, "config.json", "README.md")
     digest = hashlib.sha256(data).hexdigest()
     versions = {"heterog": heterog.__version__, "torch": torch.__version__}
     stored = {"weights": {"file": name, "sha256": digest}, "versions": versions}
-    write_json(folder / "config.json", record | stored, indent=1)
-    write_atomically(folder / "README.md", _card(record).encode())
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / name, data)
+        write_json(folder / "config.json", record | stored, indent=1)
+        write_atomically(folder / "README.md", _card(record).encode())
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _refuse_others(folder: Path, *names: str) -> None:
+    """Refuse to replace files that are not of a packed policy."""
+    there = [name for name in names if (folder / name).exists()]
+    if there and not _is_packed(folder):
+        raise InputFileError(
+            f"cannot write {folder}: its {there[0]} is not of a packed policy; name a new folder."
+        )
+
+
+def _is_packed(folder: Path) -> bool:
+    """Whether a folder holds a policy that ``pack`` wrote."""
+    try:
+        found = read_json(folder / "config.json", "policy")
+    except InputFileError:
+        return False
+    versions = found.get("versions") if isinstance(found, dict) else None
+    return isinstance(versions, dict) and "heterog" in versions
 
 
 def pull(address: str) -> Checkpoint:

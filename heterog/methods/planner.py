@@ -50,12 +50,9 @@ class Budget:
                 "evaluations would count; give one of the two."
             )
         amount = self.seconds if self.evaluations is None else self.evaluations
-        kind, unit = (Real, "s") if self.evaluations is None else (Integral, "evaluations")
+        kind: Any = Real if self.evaluations is None else Integral
         if not isinstance(amount, kind) or not 0 < amount < float("inf"):
-            raise BudgetError(
-                f"a budget of {amount} {unit} allows no search; give some time (30s) or a number "
-                "of evaluations (5000e)."
-            )
+            raise BudgetError(f"a budget of {amount} allows no search; give '30s' or '5000e' say.")
 
     def __str__(self) -> str:
         return f"{self.seconds:g}s" if self.evaluations is None else f"{self.evaluations}e"

@@ -537,18 +537,11 @@ def _recomputed(explanation: Explanation) -> str:
 
 
 _LIMITS = {
-    Limit.COMPUTE: "compute",
-    Limit.HOST: "issuing kernels",
-    Limit.LINK: "links",
-    Limit.LATENCY: "latency",
-    Limit.WAIT: "waiting",
-}
-_ON = {
-    Limit.COMPUTE: "on",
-    Limit.HOST: "for",
-    Limit.LINK: "for the",
-    Limit.LATENCY: "of the",
-    Limit.WAIT: "for",
+    Limit.COMPUTE: ("compute", "on"),
+    Limit.HOST: ("issuing kernels", "for"),
+    Limit.LINK: ("links", "for the"),
+    Limit.LATENCY: ("latency", "of the"),
+    Limit.WAIT: ("waiting", "for"),
 }
 
 
@@ -565,9 +558,10 @@ def _limits(explanation: Explanation, most_places: int) -> str:
         if seconds < 0.01 * whole:
             continue
         place, most = max(places.items(), key=lambda entry: entry[1])
-        words = f"{percent(seconds / whole)} {_LIMITS[limit]}"
+        what, on = _LIMITS[limit]
+        words = f"{percent(seconds / whole)} {what}"
         if place and number < most_places:
-            where, part = f"{_ON[limit]} {place}", percent(most / whole)
+            where, part = f"{on} {place}", percent(most / whole)
             words += f" {where}" if part == percent(seconds / whole) else f" ({part} {where})"
         said.append(words)
     text = ", ".join(said)

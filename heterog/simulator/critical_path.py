@@ -188,10 +188,11 @@ class _HostBound:
         devices = timeline.program.device[timeline.program.kind < FIRST_LINK_KIND]
         is_alone = len(devices) > 0 and bool((devices == devices[0]).all())
         model, graph = cost_model.alone() if is_alone else cost_model, timeline.graph
-        kinds = timeline.cluster.device_types if isinstance(model, DeviceModels) else ()
-        self._timeline = timeline
-        self._issue_s = [model.issue_seconds(graph, kind) for kind in kinds]
-        self._whole_s = [model.op_seconds(graph, kind, graph.batch_size) for kind in kinds]
+        self._timeline, self._issue_s = timeline, []
+        if isinstance(model, DeviceModels):
+            kinds = timeline.cluster.device_types
+            self._issue_s = [model.issue_seconds(graph, kind) for kind in kinds]
+            self._whole_s = [model.op_seconds(graph, kind, graph.batch_size) for kind in kinds]
 
     def limits(self, task: int) -> bool:
         """Whether the host, not the device, decides how long a compute task takes."""

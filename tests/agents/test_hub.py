@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from heterog import cli
+from heterog.agents import hub
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.hub import PLAIN, SAFE, pack, pull
 from heterog.envs.observation import OBSERVATION_VERSION
@@ -46,6 +47,28 @@ def test_what_is_packed_is_pulled_again(
     card = (tmp_path / "packed" / "README.md").read_text()
     assert "- seed: 0" in card
     assert "vgg19" in card
+
+
+def test_files_of_others_are_not_replaced(packed: Path, tmp_path: Path) -> None:
+    pack(load_checkpoint("heldout"), packed)  # one policy after the other
+    for name in ("README.md", "config.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(InputFileError, match=f"its {name} is not of a packed policy"):
+            pack(load_checkpoint("default"), tmp_path)
+        assert (tmp_path / name).read_text() == "{}"
+        (tmp_path / name).unlink()
+
+
+def test_nothing_is_left_of_a_folder_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise InputFileError("No space left on device")
+
+    monkeypatch.setattr(hub, "write_json", full)
+    with pytest.raises(InputFileError, match="No space"):
+        pack(load_checkpoint("default"), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_any_address_of_fsspec_is_read(packed: Path) -> None:
