@@ -198,26 +198,7 @@ class Unchanged:
             StrategyError: a parameter, a module, the number of parameter groups, or something
                 that the model or its loss reads has changed.
         """
-        for module, name, key, value, trains, memory in self._parameters:
-            found = module._parameters.get(key)
-            has_memory = memory in (None, value.data_ptr())
-            if found is value and value.requires_grad == trains and has_memory:
-                continue
-            path = f"{name}.{key}" if name else key
-            if found is value and not has_memory:
-                raise StrategyError(
-                    f"'{path}' has other memory now (.data = ...), which this step does not read. "
-                    "Write its values in place: with torch.no_grad(), parameter.copy_(value)."
-                )
-            if found is value:
-                is_now = "requires_grad=False" if trains else "requires_grad=True"
-                raise StrategyError(
-                    f"'{path}' has {is_now} now, which this step does not know. {_WAY_OUT}"
-                )
-            raise StrategyError(
-                f"'{path}' is another parameter now, or gone, which this step does not know. "
-                f"{_WAY_OUT}"
-            )
+        self._check_parameters()
         self._check_known()
         for name, module, was_training in self._modules:
             if module.training != was_training:
@@ -256,6 +237,29 @@ class Unchanged:
                 "step was captured, and the step goes on with what it was. What changes from step "
                 "to step is a buffer (register_buffer) that is written in place, or a tensor of "
                 "one number in the batch (guide, 'What changes from step to step')."
+            )
+
+    def _check_parameters(self) -> None:
+        """Refuse other parameters, or ones that are trained otherwise; see ``check``."""
+        for module, name, key, value, trains, memory in self._parameters:
+            found = module._parameters.get(key)
+            has_memory = memory in (None, value.data_ptr())
+            if found is value and value.requires_grad == trains and has_memory:
+                continue
+            path = f"{name}.{key}" if name else key
+            if found is value and not has_memory:
+                raise StrategyError(
+                    f"'{path}' has other memory now (.data = ...), which this step does not read. "
+                    "Write its values in place: with torch.no_grad(), parameter.copy_(value)."
+                )
+            if found is value:
+                is_now = "requires_grad=False" if trains else "requires_grad=True"
+                raise StrategyError(
+                    f"'{path}' has {is_now} now, which this step does not know. {_WAY_OUT}"
+                )
+            raise StrategyError(
+                f"'{path}' is another parameter now, or gone, which this step does not know. "
+                f"{_WAY_OUT}"
             )
 
     def _check_known(self) -> None:
