@@ -281,8 +281,8 @@ _WAYS_OUT = {
     "other": (
         "what follows the number of the step is an input of it, a tensor of one number in the "
         "batch (guide, 'What changes from step to step'); what the step computes for the next one "
-        "belongs in a buffer (register_buffer) of the model, also what a loss keeps, which is then "
-        "a part of the model, with loss=None."
+        "belongs in a buffer (register_buffer) of the model; a loss that has one is a part of the "
+        "model, with loss=None."
     ),
 }
 

@@ -155,17 +155,17 @@ class DeployedStep:
             workload, self.groups, self.masters.stepped, self.part.updated_groups
         )
         self.optimizer.register_step_pre_hook(refuse_second_step)
-        self._unchanged = Unchanged(workload, self._model, self.optimizer, self.captured)
+        self._unchanged = Unchanged(
+            workload, self._model, self.optimizer, self.captured, self.part
+        )
         self.buffers = buffers_of(graph, plan.strategy)
-        self._is_closed = False
-        self._shapes = batch_shapes()
+        self._is_closed, self._shapes = False, batch_shapes()
         self._late_ranks = LateRanks(self._shapes, self.rank)
         self._replicas: tuple[Replicas, int] | None = None  # with the step of the first comparison
         self._workload, self._seed, self._program = workload, seed, program
         self.communicator = Communicator(self.rank, ())
-        is_compiled = plan.cluster.execution.compiles
-        self.compiler = Compiler(self._replays()) if is_compiled else None
-        self._waits_for_compilers = is_compiled
+        self._waits_for_compilers = plan.cluster.execution.compiles
+        self.compiler = Compiler(self._replays()) if self._waits_for_compilers else None
         self.modes: tuple[RankMode, ...] = ()
         self._planned = planned_signature(graph)
         self._executor = self._make_executor(

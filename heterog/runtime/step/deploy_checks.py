@@ -27,6 +27,7 @@ from heterog.modes.mode import fault_of_modes
 from heterog.runtime.accelerators import from_every_rank
 from heterog.runtime.step.alike import compared_at
 from heterog.runtime.step.optimizer import LossScale, op_that_begins_backward
+from heterog.runtime.step.whole_model import ModelPart
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy, scope_fault
 
@@ -169,10 +170,16 @@ class Unchanged:
         model: Its deployed model.
         optimizer: The optimizer.
         captured: The captured step.
+        part: The part of the model that this rank holds.
     """
 
     def __init__(
-        self, workload: Workload, model: nn.Module, optimizer: Optimizer, captured: CapturedStep
+        self,
+        workload: Workload,
+        model: nn.Module,
+        optimizer: Optimizer,
+        captured: CapturedStep,
+        part: ModelPart,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._state = WatchedState(workload, model, captured.graph, captured.known)
@@ -182,8 +189,13 @@ class Unchanged:
         self._num_groups = len(optimizer.param_groups)
         self._num_step_hooks = _num_step_hooks(optimizer)  # those of its class, and our own
         self._modules = [(name, each, each.training) for name, each in model.named_modules()]
+        whole = set(map(id, part.whole))  # read whatever memory they have
+
+        def memory(value: nn.Parameter) -> int | None:
+            return None if id(value) in whole else value.data_ptr()
+
         self._parameters = [
-            (module, name, key, value, value.requires_grad)
+            (module, name, key, value, value.requires_grad, memory(value))
             for name, module in model.named_modules()
             for key, value in module._parameters.items()
             if value is not None
@@ -196,20 +208,7 @@ class Unchanged:
             StrategyError: a parameter, a module, the number of parameter groups, or something
                 that the model or its loss reads has changed.
         """
-        for module, name, key, value, trains in self._parameters:
-            found = module._parameters.get(key)
-            if found is value and value.requires_grad == trains:
-                continue
-            path = f"{name}.{key}" if name else key
-            if found is value:
-                is_now = "requires_grad=False" if trains else "requires_grad=True"
-                raise StrategyError(
-                    f"'{path}' has {is_now} now, which this step does not know. {_WAY_OUT}"
-                )
-            raise StrategyError(
-                f"'{path}' is another parameter now, or gone, which this step does not know. "
-                f"{_WAY_OUT}"
-            )
+        self._check_parameters()
         self._check_known()
         for name, module, was_training in self._modules:
             if module.training != was_training:
@@ -248,6 +247,29 @@ class Unchanged:
                 "step was captured, and the step goes on with what it was. What changes from step "
                 "to step is a buffer (register_buffer) that is written in place, or a tensor of "
                 "one number in the batch (guide, 'What changes from step to step')."
+            )
+
+    def _check_parameters(self) -> None:
+        """Refuse other parameters, or ones that are trained otherwise; see ``check``."""
+        for module, name, key, value, trains, memory in self._parameters:
+            found = module._parameters.get(key)
+            has_memory = memory in (None, value.data_ptr())
+            if found is value and value.requires_grad == trains and has_memory:
+                continue
+            path = f"{name}.{key}" if name else key
+            if found is value and not has_memory:
+                raise StrategyError(
+                    f"'{path}' has other memory now (.data = ...), which this step does not read. "
+                    "Write its values in place: with torch.no_grad(), parameter.copy_(value)."
+                )
+            if found is value:
+                is_now = "requires_grad=False" if trains else "requires_grad=True"
+                raise StrategyError(
+                    f"'{path}' has {is_now} now, which this step does not know. {_WAY_OUT}"
+                )
+            raise StrategyError(
+                f"'{path}' is another parameter now, or gone, which this step does not know. "
+                f"{_WAY_OUT}"
             )
 
     def _check_known(self) -> None:
