@@ -30,8 +30,8 @@ from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.strategy.division import split_evenly
-from heterog.strategy.strategy import Sync
-from tests.simulator.builders import cluster_of
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
+from tests.simulator.builders import cluster_of, linear_chain
 
 # --- allocations ---------------------------------------------------------------------------------
 
@@ -315,3 +315,17 @@ def test_types_that_do_not_pay_for_the_sums_they_join_are_left_out() -> None:
     assert decision.devices == tuple(range(8))
     (of_paper, *_) = Poplar(1).plan(problem).candidates[0].strategy.decisions
     assert len(of_paper.devices) == 16
+
+
+def test_buckets_are_halved_while_that_hides_more_of_the_sums() -> None:
+    """Of weights of 16 MiB a bucket of 25 holds two, and the last one hides behind nothing."""
+    graph = linear_chain("abcdefgh", batch_size=512, width=2048)
+    evaluator = Evaluator(graph, cluster_of(*[(40.0, [kind] * 2) for kind in ("V100-16GB", "T4")]))
+    best = (
+        Poplar().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=200))).candidates[0]
+    )
+    seconds = [
+        evaluator.evaluate(replace(best.strategy, bucket_bytes=size), best.orders[0]).step_time_s
+        for size in (DEFAULT_BUCKET_BYTES, best.strategy.bucket_bytes)
+    ]
+    assert seconds[1] < 0.95 * seconds[0]

@@ -259,6 +259,7 @@ class _Search(StrategySearch):
         if self._is_any_stage:  # a given stage runs as in the paper
             for stage in (stage for stage in self._stages if stage < 2):
                 self.try_fewer(stage)
+            self.try_smaller_buckets()
 
     @property
     def why_nothing(self) -> str:
@@ -316,6 +317,19 @@ class _Search(StrategySearch):
                     step_barrier=self.problem.step_barrier,
                 )
                 self.ask((strategy, self.problem.orders[0]))
+
+    def try_smaller_buckets(self) -> None:
+        """Halve the best strategy's buckets while that helps: the last one is summed at the end.
+
+        Beyond the paper: the sums of the last bucket hide behind no backward pass.
+        """
+        for strategy, order in self.best(1):
+            while size := strategy.bucket_bytes // 2:
+                smaller = replace(strategy, bucket_bytes=size)
+                self.ask((smaller, order))
+                if self.best(1) != [(smaller, order)]:
+                    return
+                strategy = smaller
 
     def _slice_groups(
         self, stage: int, devices: tuple[int, ...]
