@@ -17,10 +17,11 @@ from testbeds import Task, measured, testbed_options, testbeds_and_models, workl
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.methods.planner import Budget, MethodRow
+from heterog.methods.planner import Budget
 from heterog.search.plan import plan_from_rows
 from heterog.search.portfolio import best_row, run_methods
 from heterog.search.request import Request
+from heterog.search.rows import MethodRow
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
 

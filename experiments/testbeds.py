@@ -25,7 +25,7 @@ from heterog.cluster import Cluster
 from heterog.cluster.topology import Execution
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture_step
-from heterog.methods.planner import Candidate, MethodRow
+from heterog.methods.planner import Candidate
 from heterog.pricing.calibration import calibrate
 from heterog.pricing.op_fits import Measurements
 from heterog.runtime.deploy import DeployedStep
@@ -36,6 +36,7 @@ from heterog.runtime.rank import end_together, join
 from heterog.runtime.ranks.testbed import Testbed, load_testbed
 from heterog.runtime.ranks.watching import Limits
 from heterog.search.plan import Plan, load_plan, plan_from_rows
+from heterog.search.rows import MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy

@@ -35,7 +35,6 @@ from heterog.balance.shares import (
     forward_communicates,
     gradients_stay_local,
     num_parts,
-    scaled_shares,
     without_singles,
 )
 from heterog.balance.speeds import StepClock, watch_waits
@@ -45,6 +44,7 @@ from heterog.balance.updates import LeftOut, OpenStep, OpenSteps, watch_updates
 from heterog.balance.weights import StepWeights, average_gradients, check_loss
 from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import CPU
+from heterog.strategy.division import split_in_proportion
 
 
 class Balancer(Follower):
@@ -246,7 +246,7 @@ class Balancer(Follower):
         """Make the sampler of a loader, with the shares of the training loader."""
         total, num_ranks = batches.units_per_batch, self.group.num_ranks
         if self._training is not None:
-            shares = scaled_shares(self._training.shares, total)
+            shares = split_in_proportion(total, self._training.shares)
         else:
             shares = self._first_shares(total, num_ranks, self._most())
         sampler = ShareSampler(
@@ -363,7 +363,7 @@ class Balancer(Follower):
         """Let the other loaders begin their next pass with the new shares."""
         for other in self._existing_samplers():
             if other is not sampler and other not in self._followers:
-                shares = scaled_shares(sampler.shares, sum(other.shares))
+                shares = split_in_proportion(sum(other.shares), sampler.shares)
                 other.set_shares(shares, from_step=other.num_steps)
 
     def _existing_samplers(self) -> list[ShareSampler]:

@@ -17,11 +17,10 @@ from heterog.balance.shares import (
     IndexArray,
     check_shares,
     length_of,
-    scaled_shares,
     without_singles,
 )
 from heterog.balance.streams import StreamBatches
-from heterog.strategy.division import split_evenly
+from heterog.strategy.division import split_evenly, split_in_proportion
 
 STATE_VERSION = 1
 
@@ -100,7 +99,7 @@ class ShareSampler(Sampler[list[int]]):
     def shares(self) -> tuple[int, ...]:
         """The shares set last."""
         if self.dealt_as is not None:
-            return scaled_shares(self.dealt_as, self._batches.units_per_batch)
+            return split_in_proportion(self._batches.units_per_batch, self.dealt_as)
         return self._in_force[-1][1]
 
     def set_epoch(self, epoch: int) -> None:
@@ -263,7 +262,9 @@ class ShareSampler(Sampler[list[int]]):
                 "differ. Make the loader as it was, or begin an epoch without the state."
             )
         saved = state["shares"]
-        shares = self.shares if len(saved) != self._num_ranks else scaled_shares(saved, total)
+        shares = (
+            self.shares if len(saved) != self._num_ranks else split_in_proportion(total, saved)
+        )
         self._in_force = [(0, shares)]
         self.epoch, self._begun = int(state["epoch"]), None
         self.start = self.num_drawn = int(state["num_done"])

@@ -124,15 +124,6 @@ def best_shares(
     return tuple(shares)
 
 
-def scaled_shares(shares: Sequence[int], total: int) -> tuple[int, ...]:
-    """Scale shares to another total in the same proportion, for example a shorter last batch.
-
-    >>> scaled_shares((6, 3, 0), 4)
-    (3, 1, 0)
-    """
-    return split_in_proportion(total, shares)
-
-
 def shares_from_speeds(
     speeds: Sequence[float], total: int, most: Sequence[int | None] | None = None
 ) -> tuple[int, ...]:
@@ -475,7 +466,9 @@ class SampleBatches:
 
     def cut(self, indices: IndexArray, shares: Sequence[int]) -> list[IndexArray]:
         """Cut into consecutive parts; a smaller batch is cut in the same proportion."""
-        counts = shares if len(indices) == sum(shares) else scaled_shares(shares, len(indices))
+        counts = (
+            shares if len(indices) == sum(shares) else split_in_proportion(len(indices), shares)
+        )
         return np.split(indices, np.cumsum(counts)[:-1])
 
     def units(self, indices: IndexArray) -> int:

@@ -23,11 +23,12 @@ from heterog.explain.what_if import (
     with_idle_devices,
 )
 from heterog.grouped import grouped
-from heterog.methods.planner import ENDLESS, Budget, MethodRow, Problem, Progress, Spending, Stop
+from heterog.methods.planner import ENDLESS, Budget, Problem, Progress, Spending, Stop
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
 from heterog.search.plan import Plan
 from heterog.search.request import GIVEN
+from heterog.search.rows import MethodRow
 from heterog.search.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order

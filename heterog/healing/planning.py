@@ -20,16 +20,7 @@ from heterog.healing.choices import Choice, Question
 from heterog.healing.costs import SlowedCosts, device_seconds, slowed, transfer_s
 from heterog.healing.service import answer_questions
 from heterog.methods.local_search.planner import LocalSearch
-from heterog.methods.planner import (
-    Budget,
-    Candidate,
-    MethodRow,
-    Planner,
-    PlanResult,
-    Problem,
-    Rank,
-    Stop,
-)
+from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem, Stop
 from heterog.pricing.calibration import cost_model_of
 from heterog.pricing.cost_model import CostModel
 from heterog.runtime.measure.rehearsal import rehearsal_of
@@ -39,6 +30,7 @@ from heterog.search.objective import FASTEST, Objective
 from heterog.search.plan import Plan, load_plan, make_plan, plan_from_rows
 from heterog.search.portfolio import rehearsed
 from heterog.search.request import Request, Session
+from heterog.search.rows import MethodRow, Rank
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy

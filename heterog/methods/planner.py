@@ -324,67 +324,6 @@ class Problem:
         return Spending(self.budget, self.evaluator, stop=self.stop, clock=self.clock)
 
 
-OUTCOMES = ("ok", "out_of_memory", "cannot_run", "too_large", "not_applicable")
-"""Possible outcomes of a method; plan files with other words are refused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodRow:
-    """Result of one method, judged by the referee: a row of every comparison.
-
-    Attributes:
-        method: Name of the planner.
-        stage: ``"baseline"``, ``"search"``, ``"zero_shot"`` or ``"finetuned"``.
-        outcome: One of ``OUTCOMES``.
-        step_time_s: Seconds per step; ``None`` unless ``ok``.
-        order: Name of the order it ran in.
-        peak_memory_bytes: Predicted peak memory of each device.
-        num_evaluations: Number of simulations spent.
-        search_seconds: Seconds spent.
-        shortage: Reason why it is not ``ok``, in words.
-        overflow_bytes: Bytes missing on the worst device: 0 if it fits, infinite if it cannot run.
-        candidate: The strategy; ``None`` if the method does not apply.
-        noisy_step_times_s: Seconds per step when devices and links are not as fast as predicted,
-            one for each draw of ``pricing.intervals``; the same draws for every method. Empty if
-            no quoted gain needs the row.
-        is_rehearsed: Whether the strategy was played through on all ranks without data; otherwise
-            ``ok`` is only the simulator's judgement.
-        note: Remark, for example that the method was starved or that a beam cut its search.
-        is_starved: Whether its part of the budget was over after a few evaluations, so that a
-            larger budget may find better strategies.
-    """
-
-    method: str
-    stage: str
-    outcome: str
-    step_time_s: float | None
-    order: str
-    peak_memory_bytes: tuple[int, ...]
-    num_evaluations: int
-    search_seconds: float
-    shortage: str = ""
-    overflow_bytes: float = 0.0
-    candidate: Candidate | None = None
-    noisy_step_times_s: tuple[float, ...] = ()
-    is_rehearsed: bool = False
-    note: str = ""
-    is_starved: bool = False
-
-    @property
-    def preference(self) -> tuple[float, float]:
-        """Sort key, as ``Evaluation.preference``; smaller is better."""
-        return self.overflow_bytes, self.step_time_s or 0.0
-
-
-Rank = Callable[[MethodRow], tuple[float, ...]]
-"""Function from a method's row to a few numbers; the row with the smallest is the best."""
-
-
-def by_time(row: MethodRow) -> tuple[float, ...]:
-    """Rank by the shortest step among those that fit; by nearness to fitting if none does."""
-    return row.preference
-
-
 STAGES = ("baseline", "zero_shot", "search")
 """Stages in the order in which methods run: searches start from strategies of earlier methods."""
 

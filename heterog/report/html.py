@@ -18,7 +18,6 @@ import heterog
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.wording import chance_to_fit
 from heterog.files import write_atomically
-from heterog.methods.planner import MethodRow
 from heterog.report.facts import (
     beside_each_other,
     changes_section,
@@ -33,6 +32,7 @@ from heterog.report.lanes import view_data
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
 from heterog.search.plan import Plan
+from heterog.search.rows import MethodRow
 from heterog.search.stability import Gain, reference_of
 from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.units import format_bytes, format_bytes_range, format_seconds

@@ -25,11 +25,11 @@ from heterog.explain.explanation import Explanation
 from heterog.explain.wording import near_limit, percent, size_with_interval
 from heterog.grouped import grouped
 from heterog.methods.built_in import MethodNote
-from heterog.methods.planner import MethodRow
 from heterog.report.modules import placement_lines
 from heterog.search.arrivals.queueing import JobVerdict
 from heterog.search.objective import cost_per_step
 from heterog.search.plan import Plan
+from heterog.search.rows import MethodRow
 from heterog.search.stability import reference_of
 from heterog.simulator.critical_path import Limit
 from heterog.simulator.memory_breakdown import Fit, MemoryKind
@@ -72,7 +72,7 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
             *_memory_cells(row, members),
             f"{row.num_evaluations:,}",
             format_seconds(row.search_seconds),
-            row.outcome.replace("_", " ") + ", starved" * row.is_starved,
+            row.outcome.replace("_", " ") + ", starved" * row.starved,
             style="bold" if seconds is not None and seconds == fastest else "",
         )
     return table
@@ -263,7 +263,7 @@ def _memory_cells(row: MethodRow, members: Sequence[Sequence[int]]) -> list[str]
 
 def _reasons(rows: Iterable[MethodRow]) -> Text | None:
     lines = [f"{row.method}: {row.shortage}" for row in rows if row.shortage]
-    lines += [f"{row.method}: {row.note}" for row in rows if row.is_starved]
+    lines += [f"{row.method}: {row.note}" for row in rows if row.starved]
     return Text("\n".join(lines)) if lines else None
 
 

@@ -4,8 +4,8 @@
   supplies; ``conformance`` checks a new method.
 - ``portfolio`` runs methods (all of them for ``auto``): ``judging`` judges one, or several in
   rounds and on several workers, ``sharing`` divides the budget, ``allotment`` keeps the deadline.
-- ``compare`` puts methods side by side; ``stability`` measures how sure a gain is; ``history``
-  records the progress of a search.
+- ``rows`` are the results of methods; ``compare`` puts them side by side; ``stability`` measures
+  how sure a gain is; ``history`` records the progress of a search.
 - ``dataset`` stores solved pairs as training data.
 - ``plan`` is the result, ``plan_file`` its file, ``issue_order`` the order of its tasks.
 - ``objective`` says which outcome is better, and what a plan costs; ``cheapest`` searches cheap

@@ -33,7 +33,7 @@ from heterog.cluster.topology import Cluster
 from heterog.grouped import grouped
 from heterog.memo import kept
 from heterog.methods.changes import renumbered
-from heterog.methods.planner import Budget, Candidate, MethodRow
+from heterog.methods.planner import Budget, Candidate
 from heterog.methods.registry import AUTO
 from heterog.names import first_of
 from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
@@ -41,6 +41,7 @@ from heterog.search.allotment import Allotment
 from heterog.search.objective import hosts_used, rent_per_s
 from heterog.search.portfolio import prepare, run_methods
 from heterog.search.request import Request, SeedPlanner, Session
+from heterog.search.rows import MethodRow
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.strategy.strategy import Strategy
@@ -258,7 +259,7 @@ class CheapestSearch:
         if budget.seconds is None:
             parts = [budget, *[budget.part(1.0 / max(len(sets), 1))] * len(sets)]
         else:
-            whole_s = allotment.search_s(())
+            whole_s = max(allotment.search_s(()), LEAST_SET_S)
             sets = sets[: max(int(SETS_PART * whole_s / LEAST_SET_S), 1)]
             each_s = SETS_PART * whole_s / max(len(sets), 1)
             first_s = WHOLE_PART * whole_s if sets else whole_s

@@ -7,7 +7,7 @@ from typing import Any
 from heterog.cluster import Cluster
 from heterog.garbage import settled
 from heterog.graph.op_graph import OpGraph
-from heterog.methods.planner import ENDLESS, MethodRow, Spending, Stop
+from heterog.methods.planner import ENDLESS, Spending, Stop
 from heterog.methods.registry import AUTO
 from heterog.pricing.cost_model import CostModel
 from heterog.search.allotment import NOISE_PART
@@ -22,6 +22,7 @@ from heterog.search.portfolio import (
     with_noise,
 )
 from heterog.search.request import Request, Session
+from heterog.search.rows import MethodRow
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 

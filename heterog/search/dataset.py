@@ -23,8 +23,8 @@ from heterog.errors import InputFileError
 from heterog.files import read_json, write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
-from heterog.methods.planner import MethodRow
 from heterog.records import VALUE, MadeBy, Seconds, Series, Word, parse_record, within
+from heterog.search.rows import MethodRow
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
 

@@ -26,18 +26,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from heterog.errors import ConformanceError, StrategyError
-from heterog.methods.planner import (
-    Budget,
-    Candidate,
-    MethodRow,
-    Planner,
-    PlanResult,
-    Problem,
-    Spending,
-    Stop,
-)
+from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem, Spending, Stop
 from heterog.pricing.intervals import draw_noise
 from heterog.search.request import Request
+from heterog.search.rows import MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.strategy import Strategy
@@ -292,7 +284,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
         search_seconds=spending.seconds if problem.budget.seconds else searched_s,
         shortage=result.reason or _OUT_OF_TIME * is_cut,
         note="; ".join(notes),
-        is_starved=is_starved,
+        starved=is_starved,
     )
     if not judged:
         return row

@@ -18,8 +18,8 @@ from typing import Annotated, ClassVar
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.methods.planner import MethodRow, Rank, by_time
 from heterog.records import VALUE, PositiveSeconds, within
+from heterog.search.rows import MethodRow, Rank, by_time
 from heterog.strategy.strategy import Strategy
 
 MAX_STEPS = 10**12

@@ -23,17 +23,7 @@ from heterog.garbage import settled
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.lowering import lower
-from heterog.methods.planner import (
-    ENDLESS,
-    Budget,
-    MethodRow,
-    Planner,
-    Problem,
-    Rank,
-    Spending,
-    Stop,
-    by_time,
-)
+from heterog.methods.planner import ENDLESS, Budget, Planner, Problem, Spending, Stop
 from heterog.pricing.device_models.parameters import shipped_peak_errors
 from heterog.pricing.intervals import Interval, PeakErrors
 from heterog.search.allotment import Allotment
@@ -48,7 +38,6 @@ from heterog.search.plan_file import (
     contradiction,
     program_fault,
     read_plan_record,
-    row_of,
     row_to_dict,
 )
 from heterog.search.portfolio import (
@@ -60,6 +49,7 @@ from heterog.search.portfolio import (
     with_noise,
 )
 from heterog.search.request import GIVEN, Request, Session
+from heterog.search.rows import MethodRow, Rank, by_time
 from heterog.search.stability import Gain, gain, reference_of, robust_rank
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -324,7 +314,7 @@ def load_plan(path: str | Path) -> Plan:
         InputFileError: the file is missing, cut off, of another version, or does not fit together.
     """
     record, document = read_plan_record(path, SCHEMA_VERSION)
-    row = row_of(record.row)
+    row = record.row
     where = f"plan {path}"
     graph = graph_from_dict(record.graph, where)
     try:
@@ -345,7 +335,7 @@ def load_plan(path: str | Path) -> Plan:
         step_time_s=row.step_time_s,
         peak_memory_bytes=row.peak_memory_bytes,
         method=record.method,
-        rows=tuple(row_of(row) for row in record.methods),
+        rows=tuple(record.methods),
         lower_bound_s=record.lower_bound_s,
         budget=record.budget,
         seed=record.seed,

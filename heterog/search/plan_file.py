@@ -5,25 +5,24 @@ follow from others and are written for people: the batch size, a speed-up, a cop
 row. They are not read into the plan, but a file whose copies differ from its plan is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from heterog.errors import BudgetError, InputFileError
 from heterog.files import read_json
 from heterog.lowering import lower
 from heterog.lowering.program import LAST_OP_KIND, TaskKind
-from heterog.methods.planner import OUTCOMES, Budget, MethodRow
+from heterog.methods.planner import Budget
 from heterog.names import shown
 from heterog.pricing.intervals import PeakErrors
 from heterog.records import (
     Int32,
     Many,
     Name,
-    NumBytes,
     PositiveSeconds,
     Record,
     Seconds,
@@ -34,6 +33,7 @@ from heterog.search.background import BackgroundPlan
 from heterog.search.cheapest import Offer
 from heterog.search.history import MethodHistory
 from heterog.search.objective import Objective, cost_per_step
+from heterog.search.rows import OUTCOMES, MethodRow
 from heterog.simulator.engine import Order
 
 if TYPE_CHECKING:
@@ -53,54 +53,37 @@ _COMPUTED = ("throughput_samples_per_s", "gains", "cost_per_step", *_OF_BACKGROU
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
 
 
-class _Stated(Record):
-    """A record of the fields that a plan is made from.
-
-    Attributes:
-        FOLLOWS: Further fields of the file, which follow from the plan; see ``contradiction``.
-    """
-
-    FOLLOWS: ClassVar[tuple[str, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_follows(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        return {name: each for name, each in value.items() if name not in cls.FOLLOWS}
+_ROWS_FOLLOW = ("model", "cluster", "lower_bound_s", "batch_size", "seed", "cost_per_step")
+"""Fields of a row that follow from the plan; see ``contradiction``."""
+_STAGES = ("baseline", "search", "zero_shot", "finetuned")
 
 
-class RowRecord(_Stated):
-    """Result of one method."""
+def _stated(value: Any, follows: Collection[str]) -> Any:
+    """A JSON object without the fields that follow from the plan."""
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if name not in follows}
 
-    FOLLOWS = ("model", "cluster", "lower_bound_s", "batch_size", "seed", "cost_per_step")
 
-    method: Name
-    stage: Literal["baseline", "search", "zero_shot", "finetuned"]
-    outcome: str
-    step_time_s: PositiveSeconds | None
-    order: str
-    peak_memory_bytes: list[NumBytes]
-    noisy_step_times_s: list[PositiveSeconds] = Field(default_factory=list)
-    num_evaluations: Int32
-    search_seconds: Seconds
-    shortage: Text
-    is_rehearsed: bool = False
-    note: Text = ""  # plans of earlier versions have none
-    starved: bool = False
+def _stated_row(value: Any) -> Any:
+    return _stated(value, _ROWS_FOLLOW)
 
+
+_Row = Annotated[MethodRow, BeforeValidator(_stated_row)]
 
 _CHOSEN = ("outcome", "step_time_s", "order", "peak_memory_bytes", "shortage")
 """Fields of the chosen row that a plan's file repeats."""
 
 
-class PlanRecord(_Stated):
-    """A plan's file."""
+_FOLLOW = (
+    *("model", "source", "cluster", "batch_size", "step_barrier", *_CHOSEN, "gains"),
+    *("throughput_samples_per_s", "peak_intervals_bytes", "fit_probability"),
+)
+"""Fields of a plan's file that follow from the plan."""
 
-    FOLLOWS = (
-        *("model", "source", "cluster", "batch_size", "step_barrier", *_CHOSEN, "gains"),
-        *("throughput_samples_per_s", "peak_intervals_bytes", "fit_probability"),
-    )
+
+class PlanRecord(Record):
+    """A plan's file, without what follows from the plan."""
 
     schema_version: int
     heterog_version: Text
@@ -113,7 +96,7 @@ class PlanRecord(_Stated):
     seed: _Seed
     budget: Text
     calibration: Text
-    methods: Annotated[list[RowRecord], Field(min_length=1, max_length=1000)]
+    methods: Annotated[list[_Row], Field(min_length=1, max_length=1000)]
     strategy: dict[str, Any]
     background: dict[str, Any] | None = None  # plans of earlier versions have none
     program_hash: _Hash | Literal[""]
@@ -126,7 +109,7 @@ class PlanRecord(_Stated):
     graph: dict[str, Any]
 
     @property
-    def row(self) -> RowRecord:
+    def row(self) -> MethodRow:
         """The row of the plan's own method."""
         return next(row for row in self.methods if row.method == self.method)
 
@@ -141,10 +124,11 @@ def read_plan_record(path: str | Path, version: int) -> tuple[PlanRecord, Any]:
         InputFileError: the file is missing, cut off, of another version, or contradicts itself.
     """
     document = read_json(path, "plan")
-    record = parse_record(document, PlanRecord, f"plan {path}", versions=(version,))
+    where, stated = f"plan {path}", _stated(document, _FOLLOW)
+    record = parse_record(stated, PlanRecord, where, versions=(version,))
     fault = _fault(record)
     if fault:
-        raise InputFileError(f"plan {path}: {fault}.")
+        raise InputFileError(f"{where}: {fault}.")
     return record, document
 
 
@@ -177,7 +161,9 @@ def _fault(record: PlanRecord) -> str:
     return _order_fault(record)
 
 
-def _row_fault(row: RowRecord) -> str:
+def _row_fault(row: MethodRow) -> str:
+    if row.stage not in _STAGES:
+        return f"stage' is none of {', '.join(_STAGES)}"
     if row.outcome not in OUTCOMES:
         return f"outcome' is none of {', '.join(OUTCOMES)}"
     if (row.outcome == "ok") != (row.step_time_s is not None):
@@ -204,30 +190,11 @@ def _order_fault(record: PlanRecord) -> str:
     return ""
 
 
-def row_of(record: RowRecord) -> MethodRow:
-    """The result of a method."""
-    return MethodRow(
-        method=record.method,
-        stage=record.stage,
-        outcome=record.outcome,
-        step_time_s=record.step_time_s,
-        order=record.order,
-        peak_memory_bytes=tuple(record.peak_memory_bytes),
-        num_evaluations=record.num_evaluations,
-        search_seconds=record.search_seconds,
-        shortage=record.shortage,
-        noisy_step_times_s=tuple(record.noisy_step_times_s),
-        is_rehearsed=record.is_rehearsed,
-        note=record.note,
-        is_starved=record.starved,
-    )
-
-
 def background_of(record: PlanRecord, where: str) -> BackgroundPlan | None:
     """The second job, if there is one; ``where`` names the file in errors."""
     if record.background is None:
         return None
-    told = {name: each for name, each in record.background.items() if name not in _OF_BACKGROUND}
+    told = _stated(record.background, _OF_BACKGROUND)
     return parse_record(told, BackgroundPlan, f"{where}: background")
 
 
@@ -250,7 +217,7 @@ def row_to_dict(row: MethodRow, of: "Plan | Comparison") -> dict[str, Any]:
         "shortage": row.shortage,
         "is_rehearsed": row.is_rehearsed,
         "note": row.note,
-        "starved": row.is_starved,
+        "starved": row.starved,
         "batch_size": of.graph.batch_size,
         "seed": of.seed,
     } | ({} if cost is None else {"cost_per_step": cost})
@@ -300,9 +267,9 @@ def contradiction(plan: "Plan", document: Mapping[str, Any]) -> str:
     except ValueError:
         return "field 'noisy_step_times_s' has different lengths for methods that are compared"
     told: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]]
-    told = [("", document, again, PlanRecord.FOLLOWS)]
+    told = [("", document, again, _FOLLOW)]
     for number, rows in enumerate(zip(document["methods"], again["methods"], strict=True)):
-        told.append((f"methods.{number}.", *rows, RowRecord.FOLLOWS))
+        told.append((f"methods.{number}.", *rows, _ROWS_FOLLOW))
     if beside is not None:
         told.append(("background.", document["background"], again["background"], _OF_BACKGROUND))
     for where, here, there, follows in told:

@@ -13,13 +13,14 @@ from importlib import import_module
 
 from heterog.errors import StrategyError
 from heterog.lowering.kernels import compilation_told
-from heterog.methods.planner import MethodRow, Planner, Problem, Rank, Spending, by_time
+from heterog.methods.planner import Planner, Problem, Spending
 from heterog.methods.registry import AUTO, Methods
 from heterog.pricing.intervals import Interval
 from heterog.search.allotment import Allotment
 from heterog.search.issue_order import MOST_WRITTEN, IssuedStep, IssuedSteps, Rehearse
 from heterog.search.judging import can_be_sent, prepare_seat, under_noise
 from heterog.search.request import GIVEN, Request, Session
+from heterog.search.rows import MethodRow, Rank, by_time
 from heterog.search.sharing import Shares, SharesTogether
 from heterog.search.stability import reference_of
 from heterog.simulator.engine import Order

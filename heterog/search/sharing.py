@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from heterog.methods.planner import Budget, Candidate, MethodRow, Planner, Problem, Progress, Stop
+from heterog.methods.planner import Budget, Candidate, Planner, Problem, Progress, Stop
 from heterog.search.allotment import Allotment
 from heterog.search.judging import (
     JUDGED_PART,
@@ -20,6 +20,7 @@ from heterog.search.judging import (
     take_turn,
 )
 from heterog.search.request import GIVEN, Request
+from heterog.search.rows import MethodRow
 from heterog.workers import Seats
 
 BASELINE_PART = 0.25
@@ -381,13 +382,13 @@ def _joined(before: MethodRow | None, row: MethodRow) -> MethodRow:
     rows = [each for each in (before, row) if each.candidate is not None] or [row]
     evaluations = before.num_evaluations + row.num_evaluations
     best = min(rows, key=lambda each: each.preference)
-    is_starved = row.is_starved and evaluations < STARVED
+    is_starved = row.starved and evaluations < STARVED
     return replace(
         best,
         num_evaluations=evaluations,
         search_seconds=before.search_seconds + row.search_seconds,
-        note=best.note if is_starved or not best.is_starved else "",
-        is_starved=is_starved,
+        note=best.note if is_starved or not best.starved else "",
+        starved=is_starved,
     )
 
 

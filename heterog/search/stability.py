@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeAlias
 
-from heterog.methods.planner import MethodRow, Rank
 from heterog.records import VALUE, Name, finite
+from heterog.search.rows import MethodRow, Rank
 
 BEST_DDP, TUNED_UNIFORM = "best_ddp", "tuned_uniform"
 REFERENCES = (BEST_DDP, TUNED_UNIFORM)

@@ -9,9 +9,10 @@ import pytest
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.methods.megatron_grid import MegatronGrid, _Grid, _Point
-from heterog.methods.planner import Budget, MethodRow, Problem
+from heterog.methods.planner import Budget, Problem
 from heterog.search.judging import run_method
 from heterog.search.request import GivenLayout
+from heterog.search.rows import MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, parse_layout

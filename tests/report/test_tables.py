@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from heterog.cluster import Cluster, preset_names
-from heterog.methods.planner import MethodRow
 from heterog.report.tables import clusters_table, methods_table, models_table
+from heterog.search.rows import MethodRow
 from heterog.zoo import registry
 
 GIB = 1024**3

@@ -6,12 +6,13 @@ from typing import Any
 
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.methods.planner import Budget, MethodRow
+from heterog.methods.planner import Budget
 from heterog.search import compare, plan, portfolio
 from heterog.search.compare import Comparison
 from heterog.search.issue_order import Rehearse
 from heterog.search.plan import Plan
 from heterog.search.request import Request, Session
+from heterog.search.rows import MethodRow
 from heterog.simulator.evaluator import Evaluator
 
 _OF_SESSION = {field.name for field in fields(Session)}

@@ -11,7 +11,7 @@ import pytest
 import heterog.search.issue_order as issue_order
 from heterog.graph.capture import capture_step
 from heterog.lowering.program import FIRST_LINK_KIND
-from heterog.methods.planner import Budget, Candidate, MethodRow, Spending, TimeUp
+from heterog.methods.planner import Budget, Candidate, Spending, TimeUp
 from heterog.runtime.measure.rehearsal import rehearsal_of
 from heterog.search.allotment import (
     EXPLANATION_S,
@@ -27,6 +27,7 @@ from heterog.search.allotment import (
 )
 from heterog.search.issue_order import IssuedStep, IssuedSteps, issued_step
 from heterog.search.portfolio import UNPLAYED
+from heterog.search.rows import MethodRow
 from heterog.search.sharing import BudgetSplit
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

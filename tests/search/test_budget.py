@@ -26,7 +26,6 @@ from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import (
     Budget,
     Candidate,
-    MethodRow,
     Planner,
     PlanResult,
     Problem,
@@ -37,6 +36,7 @@ from heterog.methods.planner import (
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
 from heterog.search.portfolio import with_noise
+from heterog.search.rows import MethodRow
 from heterog.search.sharing import BudgetSplit
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
@@ -272,7 +272,7 @@ def test_auto_spends_its_budget_and_no_more() -> None:
     assert evaluator.num_evaluations > prepared
     searches = [row for row in rows if row.stage != "baseline"]
     assert min(row.num_evaluations for row in searches) > 20
-    assert not any(row.is_starved for row in searches)
+    assert not any(row.starved for row in searches)
 
 
 def test_a_method_that_overspends_takes_nothing_from_the_others() -> None:
@@ -324,11 +324,11 @@ def test_a_starved_method_says_so() -> None:
     evaluator, clock = clocked()
     problem = Problem(evaluator=evaluator, budget=Budget(seconds=4.0), clock=clock)
     row = run_method(built_in_methods()["two_segment"], problem)
-    assert row.is_starved
+    assert row.starved
     assert "starved" in row.note
     assert "a larger budget" in row.note
     relaxed = replace(problem, evaluator=clocked(1e-9)[0], budget=Budget(evaluations=30))
-    assert not run_method(built_in_methods()["two_segment"], relaxed).is_starved
+    assert not run_method(built_in_methods()["two_segment"], relaxed).starved
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.0, 10.0])

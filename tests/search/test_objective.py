@@ -167,6 +167,11 @@ def test_a_budget_in_seconds_goes_on_with_the_hosts_of_the_best_plan() -> None:
     assert {row.method for row in plan.rows} == set(methods)
 
 
+def test_a_budget_that_is_over_before_the_first_search_still_finds_a_plan() -> None:
+    plan = make_plan(graph(), lab(), methods=("cp_ar",), budget="1ms", objective=CHEAPEST)
+    assert plan.cost is not None
+
+
 @THOROUGH
 def test_a_tighter_deadline_never_gets_cheaper() -> None:
     slowest_s = planned(CHEAPEST).step_time_s

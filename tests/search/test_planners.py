@@ -31,21 +31,14 @@ from heterog.lowering.space import StepSettings, balanced_homes, device_sets
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.model_parallel import balanced_chain
-from heterog.methods.planner import (
-    Budget,
-    Candidate,
-    MethodRow,
-    Planner,
-    PlanResult,
-    Problem,
-    Spending,
-)
+from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem, Spending
 from heterog.methods.registry import built_in_methods
 from heterog.methods.repair import repair
 from heterog.search import conformance
 from heterog.search.conformance import CHECKS, Check, check_planner, load_planner
 from heterog.search.judging import run_method
 from heterog.search.portfolio import best_row
+from heterog.search.rows import MethodRow
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -158,7 +158,7 @@ def test_the_second_half_of_a_budget_goes_to_whom_it_pays() -> None:
     assert clock.now_s <= 20.0 * 1.05
     # Equal parts would be less than a tenth of the budget each.
     assert max(spent.values()) > 3.0
-    assert not any(row.is_starved for row in rows)
+    assert not any(row.starved for row in rows)
 
 
 def test_who_was_starved_has_every_second_round_and_who_is_done_none() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterog.methods.planner import MethodRow, by_time
+from heterog.search.rows import MethodRow, by_time
 from heterog.search.stability import gain, reference_of, robust_rank
 
 

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 from heterog.cli import app
 from heterog.cluster import Cluster
 from heterog.graph.serialize import save_graph
-from heterog.methods.planner import Budget, MethodRow
+from heterog.methods.planner import Budget
 from heterog.methods.registry import built_in_methods
 from heterog.search.conformance import load_planner
 from heterog.search.judging import can_be_sent, deal
+from heterog.search.rows import MethodRow
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, open_seats
 from tests.search.asking import run_methods

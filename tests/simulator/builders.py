@@ -37,11 +37,12 @@ from heterog.lowering import Choice
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
 from heterog.lowering.program import FloatArray, TaskKind
 from heterog.lowering.tape import make_tape
-from heterog.methods.planner import Candidate, MethodRow
+from heterog.methods.planner import Candidate
 from heterog.pricing.cost_model import ChannelSeconds, CostModel, Prices
 from heterog.pricing.price_table import ChannelPricer
 from heterog.pricing.roofline import Roofline
 from heterog.search.plan import Plan, plan_from_rows
+from heterog.search.rows import MethodRow
 from heterog.simulator.engine import Order, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import TaskOrder, replay

@@ -321,16 +321,13 @@ class MoveFeatures:
         known = self._decisions
         by_type = np.stack([np.bincount(of, row[group], len(part)) for row in self._seconds])
         again = np.stack([np.bincount(of, row[group], len(part)) for row in self._again])
-        new = (
-            known.shares[target]
-            * (by_type + again * known.scalars[target, _RECOMPUTES])[self._types].T
-        )
-        new -= (
-            known.shares[source]
-            * (by_type + again * known.scalars[source, _RECOMPUTES])[self._types].T
-        )
+
+        def seconds(numbers: Numbers) -> FloatArray:
+            of_types = by_type + again * known.scalars[numbers, _RECOMPUTES]
+            return np.asarray(known.shares[numbers] * of_types[self._types].T)
+
         delta = np.zeros((count, len(self._types)))
-        np.add.at(delta, part, new)
+        np.add.at(delta, part, seconds(target) - seconds(source))
         load = view.load_s + delta
         state = np.bincount(of, self._state[group], len(part))[:, None]
         saved = np.bincount(of, self._saved[group], len(part))[:, None]

@@ -32,7 +32,7 @@ from heterog.errors import StrategyError
 from heterog.lowering.program import Program, TaskKind
 from heterog.lowering.tables import GraphTables
 from heterog.methods.data_parallel import uniform_strategy
-from heterog.methods.planner import Candidate, MethodRow
+from heterog.methods.planner import Candidate
 from heterog.modes.averaging.value import Averaging, averaged_buckets
 from heterog.modes.codecs.value import (
     MOST_REDUCTION,
@@ -50,6 +50,7 @@ from heterog.pricing.intervals import Interval
 from heterog.search.issue_order import IssuedStep, Rehearse, issued_step
 from heterog.search.judging import under_noise
 from heterog.search.plan import Plan
+from heterog.search.rows import MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Strategy

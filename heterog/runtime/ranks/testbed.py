@@ -29,7 +29,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from heterog.cluster.spec import load_cluster, yaml_names
@@ -49,7 +48,7 @@ from heterog.runtime.ranks.emulated_network import (
 )
 from heterog.runtime.ranks.forks import fields_of_process
 from heterog.runtime.ranks.place import Place
-from heterog.workers import signals_as_exit
+from heterog.workers import Closed, signals_as_exit
 
 _TESTBEDS = resources.files("heterog.runtime.ranks") / "testbeds"
 _logger = logging.getLogger(__name__)
@@ -114,7 +113,7 @@ def is_supported() -> str | None:
     return None
 
 
-class Testbed(Place):
+class Testbed(Closed, Place):
     """A cluster of throttled processes, there while the context is open.
 
     Transfers between ranks of one host go over its loopback, unshaped. Delays of the network are
@@ -167,27 +166,18 @@ class Testbed(Place):
             raise TestbedError("this testbed is already open; make another one.")
         self._owner_pid = os.getpid()
         self.name = _new_name()
-        atexit.register(self._close)
+        atexit.register(self.close)
         try:
             self._signals.enter_context(signals_as_exit())
             _remove_leftovers()
             self._build()
         except BaseException as error:
-            self._close()
+            self.close()
             if isinstance(error, OSError):
                 raise TestbedError(f"cannot build the testbed: {error}.") from error
             raise
         self._is_open = True
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Kills what still runs in the testbed and removes everything it made."""
-        self._close()
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """The command line that runs ``argv`` as this rank: in its namespace, cgroup and core.
@@ -282,7 +272,7 @@ class Testbed(Place):
             address = f"{host_address(index)}/{SUBNET.prefixlen}"
             ip("-n", namespace, "address", "add", address, "dev", INTERFACE)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Removes everything; does nothing in a forked child of the owner."""
         if os.getpid() != self._owner_pid:
             return
@@ -291,7 +281,7 @@ class Testbed(Place):
             with deferred_signals():
                 _remove(self.name)
                 # Only now: after a signal before the removal, the end of the process removes it.
-                atexit.unregister(self._close)
+                atexit.unregister(self.close)
         finally:
             self._signals.close()
 
