@@ -89,7 +89,7 @@ def test_other_values_on_ranks_are_refused() -> None:
     model = Masked()
     step = capture_step(workload(model))
     optimizer = torch.optim.SGD(model.parameters())
-    unchanged = Unchanged(workload(model), model, optimizer, step)
+    unchanged = Unchanged(workload(model), model, optimizer, step, model.parameters())
     unchanged.check()
     model.load_state_dict(model.state_dict())
     unchanged.check()

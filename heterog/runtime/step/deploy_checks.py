@@ -7,6 +7,7 @@ evaluation mode would go on dropping out, and a changed temperature would have n
 """
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,6 @@ from heterog.modes.mode import fault_of_modes
 from heterog.runtime.accelerators import from_every_rank
 from heterog.runtime.step.alike import compared_at
 from heterog.runtime.step.optimizer import LossScale, op_that_begins_backward
-from heterog.runtime.step.whole_model import ModelPart
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy, scope_fault
 
@@ -170,7 +170,7 @@ class Unchanged:
         model: Its deployed model.
         optimizer: The optimizer.
         captured: The captured step.
-        part: The part of the model that this rank holds.
+        whole: Parameters that the step reads whatever memory they have.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Unchanged:
         model: nn.Module,
         optimizer: Optimizer,
         captured: CapturedStep,
-        part: ModelPart,
+        whole: Iterable[Tensor],
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._state = WatchedState(workload, model, captured.graph, captured.known)
@@ -189,10 +189,10 @@ class Unchanged:
         self._num_groups = len(optimizer.param_groups)
         self._num_step_hooks = _num_step_hooks(optimizer)  # those of its class, and our own
         self._modules = [(name, each, each.training) for name, each in model.named_modules()]
-        whole = set(map(id, part.whole))  # read whatever memory they have
+        free = set(map(id, whole))
 
         def memory(value: nn.Parameter) -> int | None:
-            return None if id(value) in whole else value.data_ptr()
+            return None if id(value) in free else value.data_ptr()
 
         self._parameters = [
             (module, name, key, value, value.requires_grad, memory(value))
