@@ -10,7 +10,7 @@ time, and the most loaded link determines the time:
 different links overlap within an operation; operations of one communicator never do.) Each link is
 *held* only for its own bytes over its own rate.
 
-``between_hosts_by_nccl`` prices collectives of n devices on H hosts, at most n_h on one of them,
+``seconds_between_hosts`` prices collectives of n devices on H hosts, at most n_h on one of them,
 as NCCL does them. An all-reduce is a ring or a tree, whichever starts sooner; a tree's latency is
 2 (n_h - 1) hops inside a host and 2 ceil(log2 H) between hosts (``ncclTopoTuneModel`` in NCCL's
 ``tuning.cc``). Where NCCL was measured between hosts (``SlowedCollectives``), and R is the rate
@@ -202,7 +202,7 @@ def alpha_beta(
     return ChannelSeconds(channel.latency_s, max(held.values(), default=0.0), held)
 
 
-def between_hosts_by_nccl(
+def seconds_between_hosts(
     cluster: Cluster, channel: Channel, found: ChannelSeconds
 ) -> ChannelSeconds:
     """Seconds of a collective between hosts as NCCL does it; see the module.

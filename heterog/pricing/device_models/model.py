@@ -17,7 +17,7 @@ from heterog.cluster.topology import Cluster, Execution, Tf32
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
 from heterog.grouped import grouped
 from heterog.lowering.channels import Channel, ChannelKind
-from heterog.pricing.cost_model import ChannelSeconds, between_hosts_by_nccl
+from heterog.pricing.cost_model import ChannelSeconds, seconds_between_hosts
 from heterog.pricing.device_models.fusion import fused_kernels
 from heterog.pricing.device_models.kernels import (
     ALIGNED_BYTES,
@@ -158,7 +158,7 @@ class DeviceModels(Roofline):
         found = super().channel_seconds(cluster, channel)
         if channel.kind == ChannelKind.POINT_TO_POINT:
             return found
-        found = between_hosts_by_nccl(cluster, channel, _as_measured(cluster, channel, found))
+        found = seconds_between_hosts(cluster, channel, _as_measured(cluster, channel, found))
         per_byte = self.host.ramp_s_per_byte * channel.sent_per_byte
         return found._replace(
             latency_s=found.latency_s + self.host.collective_s,
