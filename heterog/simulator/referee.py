@@ -70,7 +70,8 @@ def sequence_of(tables: GraphTables, choice: Choice, tape: Tape, timings: Timing
         return TaskOrder(np.argsort(start, kind="stable").astype(np.int32), timings.sequence)
     records = tape.tasks[: len(start)]
     num_devices, num_turns = choice.teams.size.shape[1], int(records["turn"].max(initial=0)) + 1
-    start, latest = start.copy(), np.empty(num_devices)
+    # A fold leaves out devices, but teams keep their numbers.
+    start, latest = start.copy(), np.empty(int(choice.teams.number.max()) + 1)
     exact = choice._replace(modes=())  # kernels get no modes
     _align_teams(tables, exact, tape, start, latest, np.zeros((num_devices, num_turns)))
     tasks = np.argsort(start, kind="stable").astype(np.int32)
