@@ -120,7 +120,6 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
         tables,
         choice,
         channels,
-        cluster.num_devices,
         op_rules=strategy.op_rules,
         blocks=strategy.blocks,
     )
@@ -185,7 +184,6 @@ def program_from_tape(
     tables: GraphTables,
     choice: Choice,
     channels: ChannelTable,
-    num_devices: int,
     *,
     op_rules: OpRules = (),
     blocks: tuple[int, ...] = (),
@@ -197,7 +195,7 @@ def program_from_tape(
     used, channel = used_channels(tasks["channel"], len(channels))
     rules = tuple(rule for mode in choice.modes for rule in mode.rules)
     return Program(
-        num_devices=num_devices,
+        host_of=channels.cluster.host_of,
         num_steps=choice.num_steps,
         kind=tasks["kind"].astype(np.uint8),
         subject=tasks["subject"].copy(),

@@ -12,8 +12,9 @@ With n devices and payload S (bytes of the whole tensor), per direction:
 - hierarchical all-reduce over hosts h with n_h devices: ports carry (n_h-1)/n_h S in the
   reduce-scatter and again in the all-gather; each host sends 2 (H-1)/H S in between.
 - reduce-scatter with uneven slices: host h, which owns the part w_h of the tensor, sends
-  (1 - w_h) S and receives (H-1) w_h S, after a reduce-scatter inside the host. The all-gather is
-  its mirror image.
+  (1 - w_h) S and receives (H-1) w_h S, after a reduce-scatter inside the host, in which ports
+  carry (n_h-1)/n_h S. The all-gather is its mirror image. Ranks send exactly that
+  (``runtime.step.routes``). NCCL's own are rings, of which each NIC carries (n-1)/n S.
 - all-to-all: every device sends S/n^2 to each other, n-1 messages one after the other (pairwise
   exchange, Thakur et al. 2005, section 5). A host with n_h of them sends n_h (n - n_h)/n^2 S.
 

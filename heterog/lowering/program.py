@@ -113,7 +113,7 @@ class Program:
     """Tasks of one or more training steps on a cluster, in arrays.
 
     Attributes:
-        num_devices: Number of devices of the cluster.
+        host_of: Host of each device of the cluster.
         num_steps: Number of unrolled training steps (1 with a step barrier).
         kind: ``TaskKind`` of each task.  # [num_tasks] uint8
         subject: Index of the object that the task works on; see ``TaskKind``.  # [num_tasks]
@@ -148,7 +148,7 @@ class Program:
         codecs: Codec rules of the strategy.
     """
 
-    num_devices: int
+    host_of: tuple[int, ...]
     num_steps: int
     kind: npt.NDArray[np.uint8]
     subject: IntArray
@@ -178,6 +178,11 @@ class Program:
             value = getattr(self, each.name)
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the cluster."""
+        return len(self.host_of)
 
     @property
     def num_tasks(self) -> int:

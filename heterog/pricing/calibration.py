@@ -235,7 +235,7 @@ def measured_as(kind: ChannelKind) -> str:
     """Name under which a kind of channel was measured.
 
     Both kinds of all-reduce are one call of the communication library, which chooses the algorithm
-    itself. Ranks run an all-to-all by the same sends as an all-gather.
+    itself. Ranks run an all-to-all by the same sends as an all-gather inside a host.
     """
     if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
         kind = ChannelKind.ALL_REDUCE_RING

@@ -1,10 +1,12 @@
 """The interface of cost models, their prices as arrays for the simulator, and alpha-beta seconds.
 
-``alpha_beta`` prices a transfer or collective from the traffic of its channel. The phases of a
-collective process the payload chunk by chunk, as in NCCL. So all its links carry bytes at the same
-time, and the most loaded link determines the time:
+``alpha_beta`` prices a transfer or collective from the traffic of its channel. The phases of an
+all-reduce process the payload chunk by chunk, as in NCCL. So all its links carry bytes at the same
+time, and the most loaded link determines the time. Ranks begin the second phase of a
+reduce-scatter or all-gather when the first one has ended, so its phases add up:
 
-    T(S) = alpha + S max_link sum_phase (multiple / rate)
+    T(S) = alpha + S max_link sum_phase (multiple / rate)   all-reduce
+    T(S) = alpha + S sum_phase max_link (multiple / rate)   reduce-scatter, all-gather
 
 (Hockney 1994 for alpha-beta; Thakur et al. 2005 for the algorithms. Unlike there, phases over
 different links overlap within an operation; operations of one communicator never do.) Each link is
@@ -194,12 +196,18 @@ def alpha_beta(
         measured: Bytes/s of link resources by name, which replace the cluster's rates.
     """
     held: dict[int, float] = {}
+    in_turn = 0.0
     for phase in channel.phases:
+        slowest = 0.0
         for resource, multiple in phase:
             link = cluster.resources[resource]
             seconds = multiple / measured.get(link.name, link.bandwidth_bytes_per_s)
             held[resource] = held.get(resource, 0.0) + seconds
-    return ChannelSeconds(channel.latency_s, max(held.values(), default=0.0), held)
+            slowest = max(slowest, seconds)
+        in_turn += slowest
+    at_once = max(held.values(), default=0.0)
+    per_byte = in_turn if channel.kind.has_slices else at_once
+    return ChannelSeconds(channel.latency_s, per_byte, held)
 
 
 def seconds_between_hosts(

@@ -280,6 +280,14 @@ def stream_of_priority(device: torch.device, *, high: bool) -> Iterator[None]:
     stream.synchronize()  # the next body may not run ahead of the device
 
 
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Run kernels of the body in a stream that does not wait for this process's present one."""
+    module = torch.get_device_module(device)
+    with module.stream(module.Stream(device)):
+        yield
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator of random numbers that ops on a device use by default."""
     if not is_accelerated(device):

@@ -163,7 +163,7 @@ class DeployedStep:
         self._late_ranks = LateRanks(self._shapes, self.rank)
         self._replicas: tuple[Replicas, int] | None = None  # with the step of the first comparison
         self._workload, self._seed, self._program = workload, seed, program
-        self.communicator = Communicator(self.rank, ())
+        self.communicator = Communicator(self.rank, (), plan.cluster.host_of)
         self._waits_for_compilers = plan.cluster.execution.compiles
         self.compiler = Compiler(self._replays()) if self._waits_for_compilers else None
         self.modes: tuple[RankMode, ...] = ()

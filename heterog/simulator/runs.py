@@ -439,7 +439,6 @@ class Runner:
             rules.tables,
             choice,
             self.channels,
-            self.cluster.num_devices,
             op_rules=rules.op_rules,
             blocks=rules.blocks,
         )

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -227,9 +227,12 @@ def _remember_communicators() -> list[Communicator]:
     initialize = Communicator.__init__
 
     def initialize_and_remember(
-        self: Communicator, rank: int, device_sets: Iterable[tuple[int, ...]]
+        self: Communicator,
+        rank: int,
+        device_sets: Iterable[tuple[int, ...]],
+        host_of: Sequence[int] = (),
     ) -> None:
-        initialize(self, rank, device_sets)
+        initialize(self, rank, device_sets, host_of)
         made.append(self)
 
     Communicator.__init__ = initialize_and_remember  # type: ignore[method-assign]

@@ -112,6 +112,19 @@ def test_hierarchical() -> None:
     assert seconds.seconds_per_byte == pytest.approx(1.5 / NIC_B)
 
 
+def test_phases_of_slices_follow_each_other() -> None:
+    table = ChannelTable(PAPER)
+    slowest_port = max(
+        0.5 / PAPER.resources[link].bandwidth_bytes_per_s
+        for host in range(4)
+        for link in PAPER.route(*PAPER.host_devices(host))
+    )
+    for number in (table.reduce_scatter(ALL, ()), table.all_gather(ALL, ())):
+        seconds = alpha_beta(PAPER, table[number])
+        assert seconds.seconds_per_byte == pytest.approx(slowest_port + 0.75 / NIC_B)
+        assert seconds.held[2] == pytest.approx(0.75 / NIC_B)
+
+
 def test_even_slices_are_an_all_reduce() -> None:
     sent, received = slices_traffic(())
     assert sent == received == pytest.approx([1.5] * 4)

@@ -574,7 +574,7 @@ def lower_on(graph: OpGraph, cluster: Cluster, strategy: Strategy, room: int) ->
     tape = make_tape(room, len(tables.parameter_bytes), cluster.num_devices)
     scratch = make_scratch(tables, cluster.num_devices)
     tape = lower_to_tape(tables, choice, scratch, tape)
-    return program_from_tape(tape, tables, choice, channels, cluster.num_devices)
+    return program_from_tape(tape, tables, choice, channels)
 
 
 @pytest.mark.parametrize("sync", [Sync.RING, Sync.HIERARCHICAL, Sync.ZERO1, Sync.ZERO3])
@@ -660,7 +660,7 @@ def test_the_hash_does_not_know_channel_numbers() -> None:
     choice = encode(strategy, tables, channels, num_steps=1)
     scratch, tape = make_scratch(tables, 3), make_tape(100, 2, 3)
     tape = lower_to_tape(tables, choice, scratch, tape)
-    program = program_from_tape(tape, tables, choice, channels, 3)
+    program = program_from_tape(tape, tables, choice, channels)
     assert program.hash == lower(CHAIN, THREE, strategy).hash
 
 

@@ -44,7 +44,7 @@ def profile_links(
         tell: Called with progress in words.
     """
     num_ranks = dist.get_world_size()
-    communicator = Communicator(dist.get_rank(), _device_sets(num_ranks))
+    communicator = Communicator(dist.get_rank(), _device_sets(num_ranks), cluster.host_of)
     stretch = 1.0 / quota if quota else 1.0
     cases = link_cases(num_ranks, payloads)
     for number, (kind, devices, payload, loaded) in enumerate(cases[num_done:], num_done + 1):

@@ -129,10 +129,12 @@ class Wire:
 class RehearsedCommunicator(Communicator):
     """A communicator that compares messages instead of sending them."""
 
-    def __init__(self, rank: int, sets: Iterable[tuple[int, ...]], wire: Wire, size: int) -> None:
+    def __init__(
+        self, rank: int, sets: Iterable[tuple[int, ...]], wire: Wire, host_of: Sequence[int]
+    ) -> None:
         self._wire = wire
-        self._everyone = tuple(range(size))
-        super().__init__(rank, sets)
+        self._everyone = tuple(range(len(host_of)))
+        super().__init__(rank, sets, host_of)
 
     def _open(self, devices: tuple[int, ...]) -> Any:
         return devices
@@ -331,7 +333,7 @@ class Stage:
         }
         updated = part.updated or [nn.Parameter(torch.empty(0, device=META))]
         communicator = RehearsedCommunicator(
-            seen.rank, self.device_sets, self.wire, self.program.num_devices
+            seen.rank, self.device_sets, self.wire, self.program.host_of
         )
 
         def make_executor(read: Callable[[int], Tensor] | None) -> StepExecutor:

@@ -4,8 +4,8 @@
   follow; ``executor`` runs it: a first step op by op (``interpreter``), later steps as functions
   that ``segments`` makes (``compiled``, and replayed from CUDA graphs: ``replays``). ``values``
   holds a rank's values (and how ops read them: ``recipes``), ``conversions`` and ``collectives``
-  exchange values (``under_way``), ``gradients`` and ``losses`` sum, ``optimizer`` updates,
-  large parameters in ``pieces``.
+  exchange values (``routes``, ``under_way``), ``gradients`` and ``losses`` sum, ``optimizer``
+  updates, large parameters in ``pieces``.
   ``gradients`` also keeps what codecs leave out; ``recorder`` records times.
 - ``local_op`` runs one op on a share (``op_inputs``, ``windows``, ``special_ops``). ``spans`` has
   the samples and rows of each device. ``slices`` has a rank's slices of parameters;

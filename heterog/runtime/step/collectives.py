@@ -4,11 +4,13 @@ Ranks issue communication in the plan's order, so they cannot deadlock. The code
 gets wrong: a second wait for a point-to-point work hangs, blocking sends rendezvous, list
 collectives with uneven shapes fail (uneven slices travel as sends and receives), and coalescing
 silently drops later work.
+
+Slices are summed and gathered in two levels (``routes``), inside hosts and between them.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
@@ -18,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heterog.runtime.accelerators import from_every_rank, is_accelerated
+from heterog.grouped import grouped
+from heterog.runtime.accelerators import beside, from_every_rank, is_accelerated
 from heterog.runtime.step.recorder import Recorder
-from heterog.runtime.step.under_way import InTurn, Sending, Works
+from heterog.runtime.step.routes import Message, Route, route_of
+from heterog.runtime.step.under_way import InTurn, Phase, Sending, Start, Works
 
-_LARGE_BYTES = 1 << 20
-"""Least size of an exchange's messages for which turns save more time than they take."""
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 20
 """Tags of exchanges; lower tags are for single sends and receives."""
 
@@ -87,13 +89,17 @@ class Communicator:
     Args:
         rank: Number of this rank; ranks are device indices.
         device_sets: Every set of devices that communicates; the same on all ranks.
+        host_of: Host of each rank; by default all are on one.
 
     Attributes:
         recorder: Recorder notified of each wait, if set.
     """
 
-    def __init__(self, rank: int, device_sets: Iterable[tuple[int, ...]]) -> None:
+    def __init__(
+        self, rank: int, device_sets: Iterable[tuple[int, ...]], host_of: Sequence[int] = ()
+    ) -> None:
         self.rank = rank
+        self._host_of = host_of
         self.recorder: Recorder | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._num_exchanges: Counter[tuple[int, ...]] = Counter()
@@ -101,6 +107,7 @@ class Communicator:
         self.open(device_sets)
         self._sending: dict[int, Sending] = {}  # by destination
         self._sent: dict[int, tuple[Sending, int]] = {}  # by tag
+        self._passing: list[InTurn] = []  # exchanges in which this rank sends what it receives
         self._forgotten: list[_Forgotten] = []  # abandoned, kept until ``flush``
 
     def open(self, device_sets: Iterable[tuple[int, ...]]) -> None:
@@ -180,8 +187,8 @@ class Communicator:
     ) -> Pending:
         """Sum a flat tensor over devices into this rank's slice of ``counts`` elements, in place.
 
-        Every rank sends each other rank its slice and adds up what it receives: the slices may be
-        uneven, and nothing is padded (gloo's own reduce-scatter is an all-reduce).
+        The slices may be uneven, and nothing is padded (gloo's own reduce-scatter is an
+        all-reduce).
         """
         return self.reduce_scatter_slices(
             tensor, devices, counts, devices, like=tensor, in_place=True
@@ -195,8 +202,8 @@ class Communicator:
         After ``reduce_scatter`` of the same tensor this overwrites nothing that must still be
         sent: another rank sends its slice only when it has all parts of it, including this rank's.
         """
-        slices = list(torch.split(tensor, list(counts)))
-        work = self._exchange([slices[devices.index(self.rank)]] * len(devices), slices, devices)
+        slices = torch.split(tensor, list(counts))
+        work = self._gather(slices, devices, counts, devices)
         return self._pending(work, lambda: tensor)
 
     def reduce_scatter_slices(
@@ -221,44 +228,44 @@ class Communicator:
             before: A slice that the sum is added to.
             in_place: Whether the sum may overwrite this rank's own slice of ``tensor``.
         """
-        index, nothing = devices.index(self.rank), like.new_empty(0)
-        slices = [nothing] * len(devices)
-        if tensor is not None:
-            slices = list(torch.split(tensor, list(counts)))
-        own, slices[index] = slices[index], nothing
+        index = devices.index(self.rank)
         # On the meta device twice as fast as ``new_empty``.
-        room = partial(torch.empty, counts[index], dtype=like.dtype, device=like.device)
-        others = {*senders} - {self.rank}
-        received = [room() if d in others else nothing for d in devices]
+        room = partial(torch.empty, dtype=like.dtype, device=like.device)
+        route = self._route(devices, counts, senders)
+        slices: Sequence[Tensor] = () if tensor is None else torch.split(tensor, list(counts))
+        own = None if tensor is None else slices[index]
+        taken = [(each, room(each.end - each.begin)) for each in route.taken]
+        parts_of = grouped((each.owner, part) for each, part in taken)
+        rooms = {self._host(devices[each.peer]): room(counts[index]) for each in route.got}
+        received = [*parts_of.get(index, ()), *rooms.values()]
+        passed = [
+            (owner, [*parts_of.get(owner, ()), slices[owner][begin:end]])
+            for _, owner, begin, end in route.passed
+        ]
+
+        def add_up() -> None:
+            for _, (total, *parts) in passed:
+                for part in parts:
+                    add_in_place(total, part)
 
         def finish() -> Tensor:
-            parts = [part for part in received if part is not nothing]
-            if tensor is not None:
-                parts.append(own)
-            if before is not None:
-                total = before.wait()
-            elif in_place and tensor is not None:
-                total = parts.pop()
-            elif not parts:  # only other slice groups have a gradient
-                total = like.new_zeros(counts[index])
-            else:
-                total = parts.pop(0)
-                total = total.clone() if total is own else total
-            for part in parts:
-                add_in_place(total, part)
+            if not received and before is None and own is None:
+                return like.new_zeros(counts[index])  # only other slice groups have a gradient
+            total = _added_up(received, own, before, in_place=in_place)
+            if not in_place:
+                works.wait_for_sends()
             return total
 
-        works = self._exchange(slices, received, devices)
-        if in_place:
-            return self._pending(works, finish)
-        del slices
-
-        def finish_and_let_go() -> Tensor:
-            total = finish()
-            works.wait_for_sends()
-            return total
-
-        return self._pending(works, finish_and_let_go)
+        inside = Phase(
+            [(relay, slices[owner][begin:end]) for relay, owner, begin, end in route.given],
+            [(each.peer, part) for each, part in taken],
+        )
+        between = Phase(
+            [(owner, total) for owner, (total, *_) in passed],
+            [(m.peer, rooms[self._host(devices[m.peer])][m.begin : m.end]) for m in route.got],
+        )
+        works = self._exchange(devices, inside, between, add_up=add_up)
+        return self._pending(works, finish)
 
     def gather_slices(
         self,
@@ -272,18 +279,17 @@ class Communicator:
         Returns:
             The whole tensor, or ``None`` if this rank is not one of ``receivers``.
         """
-        nothing = own.new_empty(0)
-        received = [nothing] * len(devices)
-        whole = nothing
-        if self.rank in receivers:
-            whole = own.new_empty(sum(counts))
-            received = list(torch.split(whole, list(counts)))
-            index = devices.index(self.rank)
-            received[index].copy_(own)
-            received[index] = nothing
-        sent = [own if d in receivers else nothing for d in devices]
-        work = self._exchange(sent, received, devices)
-        return self._pending(work, lambda: whole) if self.rank in receivers else None
+        self._let_go_passed()  # before memory is taken
+        index = devices.index(self.rank)
+        if self.rank not in receivers:
+            self._gather({index: own}, devices, counts, receivers)
+            return None
+        whole = own.new_empty(sum(counts))
+        slices = list(torch.split(whole, list(counts)))
+        slices[index].copy_(own)
+        slices[index] = own  # a send that is held does not hold all
+        work = self._gather(slices, devices, counts, receivers)
+        return self._pending(work, lambda: whole)
 
     def all_gather(
         self,
@@ -293,7 +299,54 @@ class Communicator:
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Pending:
         """Collect flat parts of uneven sizes from all devices and combine them."""
-        return self.all_to_all([part] * len(devices), devices, counts, combine)
+        own = devices.index(self.rank)
+        parts = [
+            part.contiguous() if index == own else part.new_empty(count)
+            for index, count in enumerate(counts)
+        ]
+        return self._pending(self._gather(parts, devices, counts, devices), lambda: combine(parts))
+
+    def _gather(
+        self,
+        slices: Sequence[Tensor] | Mapping[int, Tensor],
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        receivers: Sequence[int],
+    ) -> "Works":
+        """Send this rank's slice, and receive the others if the rank is one of ``receivers``.
+
+        Args:
+            slices: Slices by position, to be received but for this rank's own; without the others
+                if the rank receives none.
+            devices: Their owners.
+            counts: Number of elements of each.
+            receivers: Devices that get all.
+        """
+        route = self._route(devices, counts, receivers)
+
+        def messages(found: Iterable[Message]) -> list[tuple[int, Tensor]]:
+            return [(each.peer, slices[each.owner][each.begin : each.end]) for each in found]
+
+        return self._exchange(
+            devices,
+            Phase(messages(route.got), messages(route.passed)),
+            Phase(messages(route.taken), messages(route.given)),
+        )
+
+    def _route(
+        self, devices: tuple[int, ...], counts: Sequence[int], members: Iterable[int]
+    ) -> Route:
+        self._let_go_passed()
+        places = tuple(sorted({devices.index(each) for each in members}))
+        hosts = tuple(map(self._host, devices))
+        return route_of(devices.index(self.rank), hosts, tuple(counts), places)
+
+    def _let_go_passed(self) -> None:
+        """Drop tensors that have been passed on, in the thread that made them."""
+        self._passing = [each for each in self._passing if each.is_under_way()]
+
+    def _host(self, device: int) -> int:
+        return self._host_of[device] if self._host_of else 0
 
     def all_to_all(
         self,
@@ -315,57 +368,105 @@ class Communicator:
             pieces[own] if index == own else pieces[own].new_empty(count)
             for index, count in enumerate(counts)
         ]
-        return self._pending(self._exchange(pieces, parts, devices), lambda: combine(parts))
+        others = [index for index in range(len(devices)) if index != own]
+        phase = Phase(
+            *([(o, each[o]) for o in others if each[o].numel()] for each in (pieces, parts))
+        )
+        return self._pending(self._exchange(devices, phase), lambda: combine(parts))
 
     def _exchange(
-        self, sent: Sequence[Tensor], received: Sequence[Tensor], devices: tuple[int, ...]
+        self,
+        devices: tuple[int, ...],
+        *phases: Phase,
+        add_up: Callable[[], None] = lambda: None,
     ) -> "Works":
-        """Send one tensor to each other device and receive one from each.
+        """Send to other devices and receive from them, in one phase or in two.
 
         It does not use all-to-all: gloo's posts the sends first, so its handshakes wait behind
         data on the same connection, and the two directions of a link take turns.
+
+        Args:
+            devices: The device set.
+            phases: Messages; the second phase sends what is received in the first.
+            add_up: Called between the phases.
         """
-        group = self._groups[devices]
-        own = devices.index(self.rank)
-        others = [(own + turn) % len(devices) for turn in range(1, len(devices))]
-        if is_accelerated(received[own]):
-            operations = [
-                dist.P2POp(dist.irecv, received[index], devices[index], group)
-                for index in others
-                if received[index].numel()
-            ] + [
-                dist.P2POp(dist.isend, sent[index].contiguous(), devices[index], group)
-                for index in others
-                if sent[index].numel()
-            ]
-            return Works(dist.batch_isend_irecv(operations) if operations else [])
+        phases = tuple(each for each in phases if any(each))
+        tensors = [tensor for phase in phases for each in phase for _, tensor in each]
+        if tensors and is_accelerated(tensors[0]):
+            return self._batches(devices, phases, add_up)
         # Every exchange has a tag of its own, because receives that wait for their turn may begin
         # after receives of the next exchange.
-        tag = _FIRST_TAG + self._num_exchanges[devices] % _NUM_TAGS
+        where = devices, _FIRST_TAG + self._num_exchanges[devices] % _NUM_TAGS
         self._num_exchanges[devices] += 1
-        starts = [
-            partial(self._start_receive, received[index], devices[index], group, tag)
-            for index in reversed(others)
-            if received[index].numel()
-        ]
+        turns = [self._turns(each, *where) for each in phases]
         works: list[Any] = []
-        # If a rank sends nothing to some rank, or receives nothing from it, turns do not use links
-        # evenly, and one slow link would delay the others.
-        is_large = (
-            each[index].nbytes >= _LARGE_BYTES for each in (sent, received) for index in others
-        )
-        if len(others) > 1 and not received[others[0]].is_meta and all(is_large):
-            works.append(InTurn(starts))
-        else:
-            works.extend(start() for start in starts)
-        sends = []
-        for index in others:
-            if sent[index].numel():
-                tensor, dst = sent[index].contiguous(), devices[index]
-                sends.append(self._keep(self._start_send(tensor, dst, group, tag), tensor, dst))
-        return Works([work for work in works if work is not None], sends)
+        if len(turns) > 1 and turns[0] and phases[1].sent and not tensors[0].is_meta:
+            sent: list[tuple[dist.Work, Tensor]] = []
 
-    def _keep(self, work: Any, tensor: Tensor, dst: int) -> tuple[Sending, int]:
+            def pass_on() -> list[Any]:
+                with torch.no_grad():  # each thread has a setting of its own
+                    add_up()
+                sent.extend((work, tensor) for work, tensor, _ in self._sends(phases[1], *where))
+                return []
+
+            works = [InTurn([*turns[0], pass_on, *turns[1]], sent)]
+            self._passing += works
+            now = phases[:1]
+        else:
+            add_up()
+            for each in turns:
+                works += [InTurn(each)] if len(each) > 1 else each[0]() if each else []
+            now = phases
+        kept = [self._keep(*send) for phase in now for send in self._sends(phase, *where)]
+        return Works([work for work in works if work is not None], kept)
+
+    def _turns(self, phase: Phase, devices: tuple[int, ...], tag: int) -> list[Start]:
+        """Starts of a phase's receives: one per other rank, or one of all together."""
+        group, own = self._groups[devices], devices.index(self.rank)
+
+        def start(messages: Sequence[tuple[int, Tensor]]) -> list[Any]:
+            return [
+                self._start_receive(tensor, devices[peer], group, tag) for peer, tensor in messages
+            ]
+
+        ordered = sorted(phase.received, key=lambda each: (own - each[0]) % len(devices))
+        by_peer = grouped((peer, (peer, tensor)) for peer, tensor in ordered)
+        if len(by_peer) > 1 and not ordered[0][1].is_meta and phase.is_large():
+            return [partial(start, each) for each in by_peer.values()]
+        return [partial(start, ordered)] if ordered else []
+
+    def _sends(
+        self, phase: Phase, devices: tuple[int, ...], tag: int
+    ) -> Iterator[tuple[Any, Tensor, int]]:
+        """Start a phase's sends, each with its tensor and destination."""
+        group, own = self._groups[devices], devices.index(self.rank)
+        for peer, part in sorted(phase.sent, key=lambda each: (each[0] - own) % len(devices)):
+            tensor, dst = part.contiguous(), devices[peer]
+            yield self._start_send(tensor, dst, group, tag), tensor, dst
+
+    def _batches(
+        self, devices: tuple[int, ...], phases: Sequence[Phase], add_up: Callable[[], None]
+    ) -> "Works":
+        """Exchange between accelerators; see ``_exchange``."""
+        group, works = self._groups[devices], list[dist.Work]()
+        for phase in phases:
+            operations = [
+                dist.P2POp(start, tensor.contiguous(), devices[peer], group)
+                for start, each in ((dist.irecv, phase.received), (dist.isend, phase.sent))
+                for peer, tensor in each
+            ]
+            if not works:
+                works = dist.batch_isend_irecv(operations)
+                continue
+            # What this rank computes meanwhile does not wait for the first phase.
+            with beside(operations[0].tensor.device):
+                for work in works:
+                    work.wait()
+                add_up()
+                works = dist.batch_isend_irecv(operations)
+        return Works(works)
+
+    def _keep(self, work: dist.Work | None, tensor: Tensor, dst: int) -> tuple[Sending, int]:
         assert work is not None
         sending = self._sending.get(dst)
         if sending is None:
@@ -383,6 +484,8 @@ class Communicator:
             work.wait()
             del finish
         self._sent.clear()
+        while self._passing:
+            self._passing.pop().wait_for_sends()
         for sending in self._sending.values():
             sending.flush()
 
@@ -395,6 +498,23 @@ class Communicator:
         self._sending.clear()
         self._groups.clear()
         self._known.clear()
+
+
+def _added_up(
+    received: Sequence[Tensor], own: Tensor | None, before: Pending | None, *, in_place: bool
+) -> Tensor:
+    """Add up parts: to ``before``, or in place of this rank's own one, or of one received."""
+    parts = [*received] if own is None else [*received, own]
+    if before is not None:
+        total = before.wait()
+    elif in_place and own is not None:
+        total = parts.pop()
+    else:
+        total = parts.pop(0)
+        total = total.clone() if total is own else total
+    for part in parts:
+        add_in_place(total, part)
+    return total
 
 
 def add_in_place(total: Tensor, part: Tensor) -> None:

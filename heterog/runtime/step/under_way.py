@@ -1,19 +1,42 @@
-"""Communication under way: tensors of sends, receives that take turns, and groups of both."""
+"""Communication under way: tensors of sends, what begins in turns, and groups of both."""
 
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 
 from heterog.runtime.accelerators import is_accelerated
 
+_LARGE_BYTES = 1 << 20
+"""Least size of an exchange's messages for which turns save more time than they take."""
 _HELD_BYTES = 1 << 20
 """Sent tensors that one rank may hold for another until it needs to wait for them."""
+
+Start: TypeAlias = Callable[[], Sequence[dist.Work]]
+"""A function that starts communications."""
+
+
+class Phase(NamedTuple):
+    """Messages of one rank that are under way together, each with the other rank's position."""
+
+    sent: Sequence[tuple[int, Tensor]]
+    received: Sequence[tuple[int, Tensor]]
+
+    def is_large(self) -> bool:
+        """Whether receives should take turns.
+
+        If a rank sends nothing to some rank, or receives nothing from it, turns do not use links
+        evenly, and one slow link would delay the others.
+        """
+        peers = [{peer for peer, _ in each} for each in self]
+        return peers[0] == peers[1] and all(
+            tensor.nbytes >= _LARGE_BYTES for each in self for _, tensor in each
+        )
 
 
 class Sending:
@@ -109,7 +132,7 @@ class Sending:
 
 
 class InTurn:
-    """Receives of one exchange; each begins when the previous one has ended.
+    """Communications of one exchange; each begins when the previous one has ended.
 
     If all ranks exchange with all others at once, flows share both ends of each link unevenly: one
     flow is done early, and its end of a link then idles until the others are done. In turns, every
@@ -117,14 +140,23 @@ class InTurn:
     receivers alone determine the turns. A thread starts them, so that other work can go on.
 
     Args:
-        starts: Functions that each start a receive.
+        starts: Functions that each start receives.
+        sent: Sends that these functions add, with their tensors; the thread waits for them last.
     """
 
-    def __init__(self, starts: Sequence[Callable[[], Any]]) -> None:
+    def __init__(
+        self, starts: Sequence[Start], sent: Sequence[tuple[dist.Work, Tensor]] = ()
+    ) -> None:
         self._error: Exception | None = None
-        first, *later = starts
-        self._thread = threading.Thread(target=self._run, args=(first(), later), daemon=True)
+        self._arrived = threading.Event()
+        first = starts[0]()
+        self._starts, self._sent = [lambda: first, *starts[1:]], sent
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def is_under_way(self) -> bool:
+        """Whether something is still received or sent."""
+        return self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait until all have arrived.
@@ -132,17 +164,30 @@ class InTurn:
         Raises:
             RuntimeError: the connection was lost.
         """
-        self._thread.join()
+        self._arrived.wait()
+        self._starts.clear()  # here, because profilers count by thread
         if self._error is not None:
             raise self._error
 
-    def _run(self, first: dist.Work, later: Sequence[Callable[[], Any]]) -> None:
+    def wait_for_sends(self) -> None:
+        """Wait until everything has arrived and is sent; see ``wait``."""
+        self._thread.join()
+        self.wait()
+
+    def _run(self) -> None:
         try:
-            first.wait()
-            for start in later:
-                start().wait()
+            self._start_all()
+            self._arrived.set()
+            for work, _ in self._sent:
+                work.wait()
         except Exception as error:
             self._error = error
+            self._arrived.set()
+
+    def _start_all(self) -> None:
+        for start in self._starts:
+            for work in start():
+                work.wait()
 
 
 class Works:
@@ -161,5 +206,8 @@ class Works:
 
     def wait_for_sends(self) -> None:
         """Wait until the sent tensors may be dropped."""
+        for work in self._works:
+            if isinstance(work, InTurn):
+                work.wait_for_sends()
         for sending, number in self._sends:
             sending.wait(number)
