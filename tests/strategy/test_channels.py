@@ -117,7 +117,7 @@ def test_phases_of_slices_follow_each_other() -> None:
     slowest_port = max(
         0.5 / PAPER.resources[link].bandwidth_bytes_per_s
         for host in range(4)
-        for link in PAPER.route(*PAPER.host_devices(host))
+        for link in PAPER.route(*PAPER.host_devices[host])
     )
     for number in (table.reduce_scatter(ALL, ()), table.all_gather(ALL, ())):
         seconds = alpha_beta(PAPER, table[number])
