@@ -116,7 +116,7 @@ def format_range(low_s: float, high_s: float, around_s: float) -> str:
     """Two times in the unit that ``format_seconds`` uses for a third, without its name.
 
     >>> format_range(0.36, 1.0472, around_s=0.61)
-    '360.0 to 1047.2'
+    '360.0 to 1,047.2'
     """
     unit = 1.0 if around_s >= 1.0 else 1e3 if around_s >= 1e-3 else 1e6
     digits = 2 if around_s >= 1.0 else 1

@@ -12,7 +12,7 @@ input ends with exit code 2 and one clear line.
   lists names and makes files of graphs and machines.
 - Shared: ``common`` has options, printing and Ctrl-C, ``outputs`` the files and streams that
   commands write and the spelling of settings in errors, ``completion`` completes in shells,
-  ``once`` refuses options given twice.
+  ``once`` refuses lists given twice.
 """
 
 import atexit

@@ -202,6 +202,7 @@ SOURCES = (
     "simulator/place_facts.py",
     "simulator/referee.py",
     "simulator/successors.py",
+    "simulator/task_seconds.py",
     "simulator/timings.py",
 )
 """Files that define kernels, the tuples they unpack, or numbers that are compiled into them."""

@@ -2,8 +2,8 @@
 
 - ``evaluator`` tells planners whether a strategy can run, its step time and its memory; ``runs``
   lowers and simulates it, and folds devices that do the same into one.
-- ``engine`` simulates inside a search (with ``successors``, ``timings`` and ``heaps``);
-  ``referee`` predicts the numbers that are reported.
+- ``engine`` simulates inside a search (with ``task_seconds``, ``successors``, ``timings`` and
+  ``heaps``); ``referee`` predicts the numbers that are reported.
 - ``memory`` and ``memory_breakdown`` predict the memory of devices. ``timeline`` and
   ``critical_path`` show where time is spent; ``place_facts`` does so in one fast pass.
   ``lower_bound`` bounds the step time of all strategies.

@@ -46,8 +46,9 @@ from heterog.lowering.program import (
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import IN_TURN, NUM_TASKS, Tape
 from heterog.pricing.cost_model import Prices
-from heterog.simulator.engine import GIVEN_UP, latency_of, sender, touch
+from heterog.simulator.engine import GIVEN_UP, sender, touch
 from heterog.simulator.heaps import pop_event, push_event
+from heterog.simulator.task_seconds import latency_of
 from heterog.simulator.timings import Timings
 
 

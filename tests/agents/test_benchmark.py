@@ -63,10 +63,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def bench(capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
+def bench(
+    capsys: pytest.CaptureFixture[str], *more: str, methods: str = "random,mine.py:Mine"
+) -> list[dict[str, Any]]:
     """The rows of the tiny board."""
     command = ["bench", "agents", "--suite", "pairs.jsonl", "--budget", "20e", "--seeds", "2"]
-    cli.app([*command, "--methods", "random,mine.py:Mine", "--json", *more], standalone_mode=False)
+    cli.app([*command, "--methods", methods, "--json", *more], standalone_mode=False)
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
     return rows
 
@@ -97,9 +99,9 @@ def test_the_method_of_the_page_gets_its_row(
         assert list(evaluations) == sorted(set(evaluations))
         assert list(best_s) == sorted(set(best_s), reverse=True)
     with pytest.raises(HeterogError, match="a row is one method, auto is all of them"):
-        bench(capsys, "--methods", "auto")
+        bench(capsys, methods="auto")
     with pytest.raises(HeterogError, match="two of them are called random"):
-        bench(capsys, "--methods", "random,random")
+        bench(capsys, methods="random,random")
     more = bench(capsys, "--seeds", "1:3")
     assert [line["seed"] for line in read_results(board)[6:]] == [2, 2]
     assert {row["seeds"] for row in more} == {2}

@@ -43,9 +43,10 @@ from heterog.pricing.price_table import ChannelPricer
 from heterog.pricing.roofline import Roofline
 from heterog.search.plan import Plan, plan_from_rows
 from heterog.search.rows import MethodRow
-from heterog.simulator.engine import Order, price_kernel, simulate
+from heterog.simulator.engine import Order, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import TaskOrder, replay
+from heterog.simulator.task_seconds import price_kernel
 from heterog.simulator.timings import make_timings
 from heterog.strategy.schedules import PipelineSchedule, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync

@@ -14,9 +14,10 @@ from heterog.lowering.space import StepSettings
 from heterog.lowering.sparse_tables import distinct
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.simulator.compile_kernels import smallest_graph
-from heterog.simulator.engine import Order, _simulate_kernel, price_kernel
+from heterog.simulator.engine import Order, _simulate_kernel
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import _replay_kernel
+from heterog.simulator.task_seconds import price_kernel
 from heterog.strategy.strategy import Decision, Sync
 from tests.envs.cases import language_pair
 
