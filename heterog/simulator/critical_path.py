@@ -204,7 +204,7 @@ class _HostBound:
         seconds = float(timeline.finish[task] - timeline.start[task])
         if kind == TaskKind.UPDATE:  # that of a slice takes its part of the whole one
             seconds = float(self._whole_s[number][op])
-        return seconds <= (1.0 + _ROUNDING) * float(self._issue_s[number][op])
+        return 0.0 < seconds <= (1.0 + _ROUNDING) * float(self._issue_s[number][op])
 
 
 def _pieces_of(

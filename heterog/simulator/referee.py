@@ -108,8 +108,8 @@ def _align_teams(
                 start[task] = max(start[task], start[tape.buffers[tape.reads[read]].maker])
             if kind < FIRST_FREE_KIND:
                 start[task] = max(start[task], begun[record.device, record.turn])
-        if kind <= LAST_OP_KIND:
-            group = tables.op_group[tape.tasks[first].subject]
+        group = tables.op_group[tape.tasks[first].subject] if kind <= LAST_OP_KIND else -1
+        if group >= 0:  # each device makes its own constants
             team = choice.teams.number[choice.division[group]]
             latest[:] = 0.0
             for task in range(first, past):

@@ -16,7 +16,7 @@ MOST_WITH_MANY_PARAMETERS = 15
 def is_kernel(function: Function) -> bool:
     """Whether a function is compiled: such ones take flat arrays, which no value can group."""
     return any(
-        isinstance(each, ast.Name) and each.id in ("kernel", "helper")
+        isinstance(each, ast.Name) and each.id in ("kernel", "helper", "inlined")
         for each in function.decorator_list
     )
 

@@ -254,6 +254,23 @@ def test_any_strategy_is_folded_truly(seed: int) -> None:
     check(evaluator, evaluator.encode(strategy))
 
 
+def test_teams_of_a_fold_are_numbered_beyond_its_devices() -> None:
+    """The kept devices are those of the first and of the last team of eight."""
+    hosts = (
+        f"  - {{name: {name}, count: {count}, devices: [{{type: {kind}, count: 2}}], "
+        "intra: nvlink_a100, nic: {line_rate: 10 Gbit/s}}\n"
+        for name, count, kind in (("a", 6, "A100-80GB"), ("v", 2, "V100-16GB"))
+    )
+    text = "schema_version: 1\nname: alike\nhosts:\n" + "".join(hosts)
+    cluster = parse_cluster(text, Path("alike.yaml"))
+    evaluator = Evaluator(GRAPH, cluster)
+    choice = evaluator.encode(place_layout(Layout(tp=2, dp=8), GRAPH, cluster).strategy)
+    fold = next(folds(choice, cluster, hardware_of(cluster)))
+    folded, _ = fold_choice(choice, fold)
+    assert folded.teams.number.max() >= len(fold.columns)
+    check(evaluator, choice)
+
+
 def arrays(value: object, name: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """The arrays of a choice, with their names."""
     if isinstance(value, np.ndarray):

@@ -158,7 +158,9 @@ class DeviceModels(Roofline):
         found = super().channel_seconds(cluster, channel)
         if channel.kind == ChannelKind.POINT_TO_POINT:
             return found
-        found = seconds_between_hosts(cluster, channel, _as_measured(cluster, channel, found))
+        if all(_is_modelled(cluster.devices[device].type) for device in channel.devices):
+            found = _as_measured(cluster, channel, found)
+            found = seconds_between_hosts(cluster, channel, found)
         per_byte = self.host.ramp_s_per_byte * channel.sent_per_byte
         return found._replace(
             latency_s=found.latency_s + self.host.collective_s,
