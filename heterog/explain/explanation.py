@@ -177,7 +177,7 @@ class Explanation:
     def faster_reference_s(self) -> float | None:
         """Step time of tuned data parallelism, if nobody asked for it and it is shorter by 1 %."""
         reference_s = self.quality.data_parallel_s
-        if any(row.method == self.quality.data_parallel for row in self.plan.methods):
+        if any(row.method == self.quality.data_parallel for row in self.plan.rows):
             return None  # something else than the nominal time decided
         is_shorter = reference_s is not None and reference_s < self.step_time_s * (1.0 - SUFFICES)
         return reference_s if is_shorter else None
