@@ -156,7 +156,7 @@ class DeployedStep:
         )
         self.optimizer.register_step_pre_hook(refuse_second_step)
         self._unchanged = Unchanged(
-            workload, self._model, self.optimizer, self.captured, self.part.whole
+            workload, self._model, self.optimizer, self.captured, self.part.sliced
         )
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed, self._shapes = False, batch_shapes()

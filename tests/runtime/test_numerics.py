@@ -1,5 +1,6 @@
 """Executed plans give the single-device numbers: losses, gradients, weights of several steps."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import R, S
 from heterog.methods.registry import built_in_methods
-from heterog.strategy.strategy import Decision, Strategy, Sync
+from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
 from tests.runtime.cases import (
     MODELS,
     NORMALISED,
@@ -90,6 +92,21 @@ def test_a_value_that_is_the_gradient_of_several_weights(
     graph = graph_of("added weights")
     decisions = [SYNCS["ring"]] * group_ops(graph).num_groups
     strategy = strategy_of(graph, decisions, micro_batches=micro)
+    assert_trains_like_one_device(ranks, tmp_path, "added weights", strategy, graph)
+
+
+@pytest.mark.distributed
+def test_a_gathered_value_that_is_the_gradient_of_several_weights(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The first weight's sum over micro-batches begins before the others wait for the gather."""
+    graph = graph_of("added weights")
+    decisions = [SYNCS["ring"]] * group_ops(graph).num_groups
+    (product,) = (number for number, op in enumerate(graph.ops) if op.name == "mm_1")
+    strategy = replace(
+        strategy_of(graph, decisions, micro_batches=((4, 4), (0, 0), (0, 0))),
+        op_rules=((product, OpRule(inputs=(R, S(1)), outputs=(S(1),), units=4)),),
+    )
     assert_trains_like_one_device(ranks, tmp_path, "added weights", strategy, graph)
 
 

@@ -170,7 +170,7 @@ class Unchanged:
         model: Its deployed model.
         optimizer: The optimizer.
         captured: The captured step.
-        whole: Parameters that the step reads whatever memory they have.
+        sliced: Trained parameters that the step does not read in other memory.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Unchanged:
         model: nn.Module,
         optimizer: Optimizer,
         captured: CapturedStep,
-        whole: Iterable[Tensor],
+        sliced: Iterable[Tensor],
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._state = WatchedState(workload, model, captured.graph, captured.known)
@@ -189,10 +189,13 @@ class Unchanged:
         self._num_groups = len(optimizer.param_groups)
         self._num_step_hooks = _num_step_hooks(optimizer)  # those of its class, and our own
         self._modules = [(name, each, each.training) for name, each in model.named_modules()]
-        free = set(map(id, whole))
+        named, graph = dict(model.named_parameters()), captured.graph
+        read = {tensor for op in graph.ops for tensor in op.inputs} - graph.trained
+        frozen = (named.get(graph.tensors[tensor].name) for tensor in read)
+        watched = set(map(id, (*sliced, *frozen)))  # read in the memory that they have now
 
         def memory(value: nn.Parameter) -> int | None:
-            return None if id(value) in free else value.data_ptr()
+            return value.data_ptr() if id(value) in watched else None
 
         self._parameters = [
             (module, name, key, value, value.requires_grad, memory(value))

@@ -161,13 +161,15 @@ class Gradients:
         ((_, buffer),) = near.items()
         held = values.held[buffer]
 
-        # Sums over micro-batches and devices change it in place.
-        first, *_ = self._part.parameters_of_value[next(iter(near))[0]]
+        # Sums over micro-batches and devices change it in place, maybe before others wait for it.
+        rows = self._part.parameters_of_value[next(iter(near))[0]]
+        is_late = isinstance(held.value, Pending)
+        copies = len(rows) > 1 if is_late else row != rows[0]
 
         def gradient() -> Tensor:
-            return values.gradient(tensor, near, held, reader, copies=row != first)
+            return values.gradient(tensor, near, held, reader, copies=copies)
 
-        if isinstance(held.value, Pending):
+        if is_late:
             self.keep_row(row, micro, Pending(None, gradient))
             return None
         value, recipe = values.noted(gradient)

@@ -39,7 +39,7 @@ class ModelPart:
     Attributes:
         parameters: Parameters that this rank reads or updates, by tensor id.
         group_of: Number of the parameter group of each row of ``graph.updates``.
-        whole: Parameters among them that are no slices.
+        sliced: Parameters that are updated in slices (ZeRO), on whatever ranks.
         updated: Whole parameters, and runs of slices, that this rank's optimizer updates.
         updated_groups: Number of the parameter group of each of them.
         sharded: Placement and spans of the parameters that ranks hold in slices along an axis, by
@@ -89,11 +89,7 @@ class ModelPart:
         self.parameters = {tensor: parameters[tensor] for tensor in held}
         runs = self.slices.stepped()
         sliced = {row for bucket in self.buckets for row in bucket.rows}
-        self.whole = [
-            parameters[tensor]
-            for row, (_, tensor, _) in enumerate(graph.updates)
-            if tensor in held and row not in sliced
-        ]
+        self.sliced = [parameters[graph.updates[row][1]] for row in sliced]
         whole = [  # rows of the parameters that this rank's optimizer updates whole
             row
             for row, home in enumerate(strategy.homes)
