@@ -5,10 +5,12 @@ no quote, no backslash and none of the characters that have a meaning for a shel
 Python. Everything that is written into such a file is escaped all the same.
 """
 
+import operator
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from heterog.errors import HeterogError
 
@@ -101,15 +103,23 @@ def shown(value: object) -> str:
 
 
 def items_of(name: str, value: object, kind: type[_Item]) -> tuple[_Item, ...]:
-    """The items of an argument that is to be a sequence of texts, or of numbers.
+    """The items of an argument that is to be a sequence of texts, or of whole numbers.
 
     >>> items_of("layers", [2, 4], int)
+    (2, 4)
+    >>> import numpy as np
+    >>> items_of("layers", np.array([2, 4]), int)
     (2, 4)
 
     Raises:
         HeterogError: it is something else.
     """
-    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+    items: tuple[Any, ...] = (None,)
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        items = tuple(value)
+    if kind is int:
+        with suppress(TypeError):
+            items = tuple(map(operator.index, items))  # of NumPy, say
     if not all(isinstance(each, kind) for each in items):
         wanted = "texts" if kind is str else "whole numbers"
         raise HeterogError(f"`{name}` is {shown(value)}; give a list of {wanted}.")

@@ -6,6 +6,7 @@ end the others. All processes are forks of this one, which has imported everythi
 The reference is plain PyTorch on one device: every plan must equal it.
 """
 
+import itertools
 import logging
 import math
 import multiprocessing
@@ -14,6 +15,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -36,7 +38,7 @@ from heterog.lowering import lower
 from heterog.runtime.deploy import deploy
 from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.rank_program import RankProgram
-from heterog.runtime.step.spans import Spans, cut, join
+from heterog.runtime.step.spans import Span, Spans, cut, nested
 from heterog.runtime.step.special_ops import RandomStream
 from heterog.search.plan import Plan
 
@@ -203,30 +205,55 @@ class Draws(TorchDispatchMode):
 
     def _draw(self, op: int, args: Any) -> tuple[Tensor, ...]:
         """What all ranks draw for an op with these arguments, put together."""
-        part, special = self._part, self._part.plan.specials[op]
+        part = self._part
         local_op = LocalOp(self._graph, part.plan, op, self._nodes[op], torch.device("cpu"))
         given = [each for each in args if isinstance(each, Tensor)]
         inputs = given[: len(local_op.call.inputs)]
-        if special == Special.SHARED_RANDOM_STREAM:
-            with RandomStream(0, torch.device("cpu")).drawing(self._step, op, 0, rank=None):
+        layout, stream = part.spans_of_op[op], RandomStream(0, torch.device("cpu"))
+        if layout is None or not any(local_op.draws_own):
+            with stream.drawing(self._step, op, 0, rank=None):
                 return tuple(local_op(inputs, local_op.whole))
-        layout = part.spans_of_op[op]
-        assert layout is not None
-        place: Placement = part.plan.needed[op][0]
-        drawn = []
-        for micro in range(part.num_micro):
-            for device in layout.devices:
-                begin, count = layout.range(micro, device)
-                if not count:
-                    continue
-                first = begin + part.micro_begin[micro]
-                whole = local_op.whole.units if layout.axis else local_op.whole.samples
-                own = [cut(each, place, whole, first, count) for each in inputs]
-                share = Share(layout.samples(micro, device)[1], count if layout.axis else 1)
-                stream = RandomStream(0, torch.device("cpu"))
-                with stream.drawing(self._step, op, micro, rank=device):
-                    drawn.append(local_op(own, share))
-        return tuple(join(parts, place) for parts in zip(*drawn, strict=True))
+        batch, axis = local_op.along_batch, local_op.along_axis
+        shapes = [(each.shape, getattr(torch, each.dtype)) for each in local_op.call.outputs]
+        drawn = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)
+        places = [torch.arange(each.numel()).reshape(each.shape) for each in drawn]
+        for micro, device in itertools.product(range(part.num_micro), layout.devices):
+            begin, samples = layout.samples(micro, device)
+            units = layout.range(micro, device) if layout.axis else (0, 1)
+            if not samples or not units[1]:
+                continue
+            local = partial(
+                _cut_twice,
+                whole=local_op.whole,
+                samples=(begin + part.micro_begin[micro], samples),
+                units=units,
+            )
+            own = list(map(local, inputs, batch.inputs, axis.inputs))
+            rank = self._rank_of(local_op.draws_own[1], layout, micro, device)
+            with stream.drawing(self._step, op, micro, rank=rank):
+                made = local_op(own, Share(samples, units[1], units[0]))
+            written = map(local, places, batch.outputs, axis.outputs)
+            for whole, place, piece in zip(drawn, written, made, strict=True):
+                whole.view(-1)[place.reshape(-1)] = piece.reshape(-1)
+        return drawn
+
+    def _rank_of(self, is_of_axis: bool, layout: Spans, micro: int, device: int) -> int | None:
+        """The rank whose numbers a device draws, as the interpreter says."""
+        if is_of_axis or not layout.axis:
+            return device
+        if layout.num_teams == 1 and self._part.num_micro == 1:
+            return None
+        return layout.speaker(micro, device)
+
+
+def _cut_twice(
+    tensor: Tensor, batch: Placement, axis: Placement, *, whole: Share, samples: Span, units: Span
+) -> Tensor:
+    """The part of a tensor that belongs to some samples, and to some units of an axis."""
+    if batch.kind == "S":
+        tensor = cut(tensor, batch, whole.samples, *samples)
+        axis = nested(axis, batch, whole.samples, samples[1])
+    return cut(tensor, axis, whole.units, *units) if axis.kind == "S" else tensor
 
 
 _FORK = multiprocessing.get_context("fork")

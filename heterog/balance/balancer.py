@@ -396,7 +396,8 @@ class Balancer(Follower):
             inner, step = step, self._open.back_to_training()
             if step is not inner and step.outer_weights is not None:
                 self.weights.restore(step.outer_weights)
-            self._open.check_alone(self.group.rank)
+            if self.group.num_ranks > 1:
+                self._open.check_alone(self.group.rank)
         own, counted = None, None
         if count is not None:
             own = count if step.deal.samples[self.group.rank] else 0

@@ -51,6 +51,8 @@ Ranks = Sequence[tuple[float, Sequence[Factor]]]
 def factors_of(loss: Tensor) -> list[Factor]:
     """The factors of the elements that a loss adds up, in the order of its graph.
 
+    There are none for what is summed up of nested tensors, whose elements are not known.
+
     >>> import torch
     >>> x = torch.ones(3, 2, requires_grad=True)
     >>> factors_of(x.exp().sum() / 3 + 2 * x.square().mean())
@@ -68,6 +70,8 @@ def factors_of(loss: Tensor) -> list[Factor]:
         if below is None:
             is_sum = reduction_of(node) == _SUM
             number = node._saved_self.numel() if is_sum else _numel(node, output)
+            if number is None:
+                return []
             key = next((each for each in found if math.isclose(each, factor)), factor)
             found[key] = found.get(key, 0.0) + factor * number
         else:
@@ -110,7 +114,9 @@ def is_normalised(loss: Tensor, samples: float) -> bool:
 
 def _has_mean_of(constant: Tensor, samples: float, factor: float) -> bool:
     """Whether unlike rows of a tensor have the mean 0 or, times a factor or not, 1."""
-    if not constant.is_floating_point() or constant.is_meta or constant.shape[:1] != (samples,):
+    if not constant.is_floating_point() or constant.is_meta or constant.is_nested:
+        return False
+    if constant.shape[:1] != (samples,):
         return False
     rows = constant.detach().double().reshape(len(constant), -1).mean(1)
     mean, size = float(rows.mean()), float(rows.abs().mean())
@@ -185,9 +191,10 @@ def _below(node: Any, factor: float) -> list[tuple[Any, int, float]] | None:
         by = [1 / number if is_quotient else number] * len(by)
     elif name.startswith("Mean"):
         (below, output), *_ = inputs_of(node)
-        if _numel(node, 0) != 1 or not below.name().startswith("SumBackward1"):
+        number = _numel(below, output)
+        if _numel(node, 0) != 1 or not below.name().startswith("SumBackward1") or not number:
             return None
-        by = [1 / _numel(below, output)]
+        by = [1 / number]
     elif name.startswith(("Neg", "Rsub")):
         by[0] = -float(getattr(node, "_saved_alpha", 1))
     elif name.startswith(("AddBackward", "SubBackward")):
@@ -221,8 +228,10 @@ def _number(constant: Any) -> float | None:
     return float(constant) if is_number else None
 
 
-def _numel(node: Any, output: int) -> int:
+def _numel(node: Any, output: int) -> int | None:
+    """Number of elements; ``None`` for nested tensors, strided (no shape) or jagged (symbols)."""
     try:
-        return math.prod(node._input_metadata[output].shape)
-    except RuntimeError:  # strided nested tensors have no shape
-        return 1
+        number = math.prod(node._input_metadata[output].shape)
+    except RuntimeError:
+        return None
+    return number if isinstance(number, int) else None

@@ -32,6 +32,10 @@ ROUND = "HETEROG_ROUND"
 """Variable with the number of times that hosts have met before; absent under plain torchrun."""
 ERROR = "error"
 """File of a host with the error of a rank for which its agent ends the job."""
+_OF_HOST = OSError, InputFileError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError
+"""Errors for which a host may be at fault: its files, its memory or its accelerator."""
+_WORDS_OF_HOST = "DataLoader worker (pid", "DefaultCPUAllocator"
+"""Words of torch's RuntimeErrors of a worker that was killed, and of no memory."""
 _LOOK_S = 0.25
 """Seconds between looks for machines that are cut off."""
 
@@ -112,14 +116,14 @@ def end_job(error: BaseException) -> None:
     """Let torchrun's agent end, which would start the same again, unless another rank was lost.
 
     The agent of ``heterog.heal`` ends the job on all hosts. But if this host may be at fault, its
-    files or its accelerator, it alone leaves, as it does under the command torchrun.
+    files, memory or accelerator, it alone leaves, as it does under the command torchrun.
     """
     from heterog.runtime.rank import is_of_another  # a second on every rank of a loop
 
     if is_of_another(error) or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    of_host = OSError, InputFileError, torch.AcceleratorError
-    if ROUND not in os.environ or isinstance(error, of_host):
+    is_of_host = isinstance(error, _OF_HOST) or any(word in str(error) for word in _WORDS_OF_HOST)
+    if is_of_host or ROUND not in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)
         return
     kind = "" if isinstance(error, HeterogError) else f"{type(error).__name__}: "

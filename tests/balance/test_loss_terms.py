@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from heterog.balance.balancer import Balancer
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts
+from heterog.balance.loss_terms import Factor, factors_of, is_normalised
 from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning
 from tests.runtime.ranks import Ranks
@@ -154,3 +155,12 @@ def distils(rank: int) -> float:
 def test_an_output_of_a_wrapped_model_is_apart_from_its_loss(ranks: Ranks) -> None:
     first, *others = ranks.run(distils)
     assert others == [first, first]
+
+
+@pytest.mark.parametrize("loss", [Tensor.mean, lambda x: x.sum() / 8])
+def test_losses_of_nested_tensors_are_read(loss: Loss) -> None:
+    parts = [torch.rand(n, requires_grad=True) for n in (3, 5)]
+    losses = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    found = loss(losses * torch.zeros_like(losses.detach()).exp())
+    assert not is_normalised(found, 2)
+    assert factors_of(found) in ([], [Factor(1.0, 1.0)])

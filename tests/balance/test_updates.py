@@ -253,13 +253,22 @@ def _weigh(loss: Any) -> None:
         balancer.weigh(loss)
 
 
-def test_batches_taken_in_another_thread_are_refused() -> None:
+def prefetches(rank: int, shares: tuple[int, ...] = SHARES) -> None:
+    model = net()
+    balancer = Balancer(model, global_batch_size=SIZE, shares=shares, interval=0)
+    batches = iter(balancer.loader(numbers()))
+    for in_thread in (True, False):
+        with ThreadPoolExecutor(1) as other:
+            inputs, kinds = other.submit(next, batches).result() if in_thread else next(batches)
+        loss = functional.cross_entropy(model(inputs), kinds)
+        if in_thread and len(shares) > 1:
+            with pytest.raises(BalanceError, match="taken in another thread"):
+                balancer.weigh(loss)
+        else:
+            torch.autograd.backward(balancer.weigh(loss))
+
+
+def test_batches_taken_in_another_thread_are_refused(ranks: Ranks) -> None:
     """A prefetcher of one's own would weigh losses with the steps of later batches."""
-    balancer = Balancer(nn.Linear(2, 1), global_batch_size=4)
-    batches = iter(balancer.loader(TensorDataset(torch.ones(8, 2))))
-    with ThreadPoolExecutor(1) as other:
-        (x,) = other.submit(next, batches).result()
-    with pytest.raises(BalanceError, match="taken in another thread"):
-        balancer.weigh(nn.Linear(2, 1)(x).mean())
-    (x,) = next(batches)
-    balancer.weigh(nn.Linear(2, 1)(x).mean())
+    ranks.run(prefetches)
+    prefetches(0, shares=(SIZE,))  # one rank has one weight

@@ -835,6 +835,9 @@ def test_an_agent_says_how_it_ends(
     assert agent._num_outside(handler) == 0, "no others have met: they were late, too"
 
 
+_IN_WORKER = "rank 1: KeyError: 'Caught KeyError in DataLoader worker process 0.'"
+
+
 @pytest.mark.parametrize(
     ("text", "left"),
     [
@@ -844,6 +847,15 @@ def test_an_agent_says_how_it_ends(
         ("import torch.distributed as d; raise d.DistStoreError('no answer')", ""),
         ("raise OSError('no room')", "SIGTERM"),
         ("import torch; raise torch.AcceleratorError('it fell off the bus')", "SIGTERM"),
+        ("import torch; raise torch.OutOfMemoryError('tried to allocate')", "SIGTERM"),
+        ("import torch; torch.empty(1 << 50)", "SIGTERM"),
+        ("raise MemoryError", "SIGTERM"),
+        (
+            "raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Killed.')",
+            "SIGTERM",
+        ),
+        ("raise RuntimeError('DataLoader worker (pid(s) 7) exited unexpectedly')", "SIGTERM"),
+        ("raise KeyError('Caught KeyError in DataLoader worker process 0.')", _IN_WORKER),
     ],
 )
 def test_an_error_of_a_script_ends_the_job_unless_another_rank_was_lost(
