@@ -314,12 +314,10 @@ def parse_json(content: bytes, where: str) -> Any:
         raise InputFileError(f"{where} holds more values than are read; it would not fit.")
     try:
         return json.loads(
-            content.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse_constant
+            decoded(content, f"{where} is not valid JSON"),
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
         )
-    except UnicodeDecodeError as error:
-        raise InputFileError(
-            f"{where} is not valid JSON: byte {error.start} is not UTF-8."
-        ) from error
     except (ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0]
         raise InputFileError(f"{where} is not valid JSON: {reason}.") from error

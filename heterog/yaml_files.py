@@ -51,8 +51,7 @@ def parse_yaml(text: str, path: Path, *, what: str, if_empty: str) -> tuple[yaml
         root = loader.get_single_node()
         if root is None:
             raise InputFileError(f"{path}: the file is empty; {if_empty}.")
-        _refuse_duplicate_keys(root, path, set())
-        _check_aliases(root, path)
+        _check_nodes(root, path)
         return root, loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -89,50 +88,36 @@ def _check_events(text: str, path: Path, what: str) -> None:
             raise InputFileError(f"{where}: {fault} for {what}.")
 
 
-def _check_aliases(root: yaml.Node, path: Path) -> None:
-    """Refuse aliases that contain themselves, or more than a file may hold.
+def _check_nodes(root: yaml.Node, path: Path) -> None:
+    """Refuse equal keys, of which PyYAML would silently keep the last one, and too many aliases.
 
-    Ten lines of ten aliases each expand to ten billion values.
+    An alias may not contain itself, and all together may not stand for more than a file may hold:
+    ten lines of ten aliases each expand to ten billion values.
     """
-    sizes: dict[int, int] = {}
+    num_seen, above = 0, set[int]()
 
-    def size(node: yaml.Node) -> int:
-        found = sizes.get(id(node))
-        if found is not None:
-            if found == 0:
-                raise InputFileError(
-                    f"{path}, line {node.start_mark.line + 1}: an alias stands for a part of "
-                    "itself."
-                )
-            return found
-        sizes[id(node)] = 0
-        total = 1
-        if isinstance(node, yaml.SequenceNode):
-            total += sum(map(size, node.value))
-        elif isinstance(node, yaml.MappingNode):
-            total += sum(size(key) + size(value) for key, value in node.value)
-        sizes[id(node)] = total
-        return total
-
-    if size(root) > _MOST_EVENTS:
-        raise InputFileError(f"{path}: its aliases stand for more values than are read.")
-
-
-def _refuse_duplicate_keys(node: yaml.Node, path: Path, seen: set[int]) -> None:
-    """Refuse equal keys: PyYAML would silently keep the last one."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _refuse_duplicate_keys(child, path, seen)
-    if isinstance(node, yaml.MappingNode):
-        keys: set[Hashable] = set()
-        for key, value in node.value:
+    def look_at(node: yaml.Node) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        line = f"{path}, line {node.start_mark.line + 1}"
+        if id(node) in above:
+            raise InputFileError(f"{line}: an alias stands for a part of itself.")
+        if num_seen > _MOST_EVENTS:
+            raise InputFileError(f"{path}: its aliases stand for more values than are read.")
+        is_mapping = isinstance(node, yaml.MappingNode)
+        above.add(id(node))
+        keys = set[Hashable]()
+        for key, value in node.value if is_mapping else ():
             if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 raise InputFileError(
                     f"{path}, line {key.start_mark.line + 1}, {field_name([key.value])}: this "
                     "field is there twice; remove one."
                 )
             keys.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-            _refuse_duplicate_keys(value, path, seen)
+            look_at(key)
+            look_at(value)
+        for child in node.value if isinstance(node, yaml.SequenceNode) else ():
+            look_at(child)
+        above.remove(id(node))
+
+    look_at(root)

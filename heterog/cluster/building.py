@@ -110,9 +110,9 @@ class ClusterBuilder:
                 devices=tuple(devices),
                 efficiency=self._spec.efficiency,
                 calibration=self._calibration(),
-                sends=Sends(self._spec.sends),
-                execution=Execution(self._spec.execution),
-                tf32=Tf32(self._spec.tf32),
+                sends=self._spec.sends,
+                execution=self._spec.execution,
+                tf32=self._spec.tf32,
                 pairs=self._pairs([host.name for host in hosts]),
             )
         except ClusterError as error:

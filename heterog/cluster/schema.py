@@ -19,6 +19,7 @@ device types that a file writes out or changes, and CPUs under a testbed's quota
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,22 +45,35 @@ from heterog.cluster.hardware import (
     FrozenFlops,
     PairLimit,
 )
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Execution, Sends, Tf32
 from heterog.errors import HeterogError, InputFileError, nearest
 from heterog.names import first_of, shown
 from heterog.records import Name, Text, field_name
 from heterog.units import GIB, parse_bandwidth, parse_bytes, parse_flops_per_s, parse_seconds
 from heterog.yaml_files import parse_yaml
 
+LEAST_BARE = 1e4
+"""Least bandwidth, speed or size that needs no unit: no link or card has so few, and people write
+Gbit/s and GiB in smaller numbers."""
 
-def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """Lets pydantic report the errors of ``parse`` for a value, with the place of that value."""
+
+def reading(parse: Callable[[Any], Any], usual: str = "") -> BeforeValidator:
+    """Lets pydantic report the errors of ``parse`` for a value, with the place of that value.
+
+    Args:
+        parse: Makes the value of a number or a text.
+        usual: A value with its unit, as it is usually written. Small numbers without a unit are
+            then refused: 10 is meant as Gbit/s, not as 10 bytes/s.
+    """
 
     def read(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise PydanticCustomError(
                 "value", "got {text}; write a number or a text", {"text": shown(value)}
             )
+        if usual and _BARE.fullmatch(str(value)) and 0 < float(value) < LEAST_BARE:
+            said = {"text": value, "usual": usual}
+            raise PydanticCustomError("value", "{text} has no unit; write '{usual}', say", said)
         try:
             return parse(value)
         except HeterogError as error:
@@ -74,40 +88,16 @@ def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+_BARE = re.compile(r"\s*\+?\d+\.?\d*([eE][-+]?\d+)?\s*")
 # Far above any machine, far below where sums and quotients leave the range of floats.
 POSITIVE = Field(gt=0, le=1e24, allow_inf_nan=False)
 NOT_NEGATIVE = Field(ge=0, le=1e6, allow_inf_nan=False)
 
 
-LEAST_BARE = 1e4
-"""Least bandwidth, speed or size that needs no unit: no link or card has so few, and people write
-Gbit/s and GiB in smaller numbers."""
-
-
-def with_unit(usual: str) -> BeforeValidator:
-    """Refuses a small number without a unit: 10 is meant as Gbit/s, not as 10 bytes/s."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            return value
-        try:
-            number = float(value)  # also of a quoted one
-        except ValueError:
-            return value
-        if 0 < number < LEAST_BARE:
-            said = {"text": value, "usual": usual}
-            raise PydanticCustomError("value", "{text} has no unit; write '{usual}', say", said)
-        return value
-
-    return BeforeValidator(check)
-
-
-Bandwidth: TypeAlias = Annotated[float, reading(parse_bandwidth), POSITIVE, with_unit("10 Gbit/s")]
-Speed: TypeAlias = Annotated[float, reading(parse_flops_per_s), POSITIVE, with_unit("15 TFLOP/s")]
+Bandwidth: TypeAlias = Annotated[float, reading(parse_bandwidth, "10 Gbit/s"), POSITIVE]
+Speed: TypeAlias = Annotated[float, reading(parse_flops_per_s, "15 TFLOP/s"), POSITIVE]
 Seconds: TypeAlias = Annotated[float, reading(parse_seconds), NOT_NEGATIVE]
-Bytes: TypeAlias = Annotated[
-    int, reading(parse_bytes), Field(gt=0, le=MOST_BYTES), with_unit("16 GiB")
-]
+Bytes: TypeAlias = Annotated[int, reading(parse_bytes, "16 GiB"), Field(gt=0, le=MOST_BYTES)]
 BytesOrZero: TypeAlias = Annotated[int, reading(parse_bytes), Field(ge=0, le=MOST_BYTES)]
 Share: TypeAlias = Annotated[float, reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]
@@ -304,9 +294,6 @@ def pairs_record(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-SendsWord: TypeAlias = Literal["overlapped", "blocking"]
-ExecutionWord: TypeAlias = Literal["eager", "megatron", "compiled", "graphs"]
-Tf32Word: TypeAlias = Literal["none", "convolutions", "everything"]
 FilePath: TypeAlias = Annotated[Text, Field(min_length=1)]
 
 
@@ -436,9 +423,9 @@ class ClusterSpec(Spec):
     efficiency: Share = 0.7
     reserved_memory: BytesOrZero = GIB
     calibration: FilePath | None = None
-    sends: SendsWord = "overlapped"
-    execution: ExecutionWord = "eager"
-    tf32: Tf32Word = "convolutions"
+    sends: Sends = Sends.OVERLAPPED
+    execution: Execution = Execution.EAGER
+    tf32: Tf32 = Tf32.CONVOLUTIONS
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
     pairs: PairsSpec = PairsSpec()
     prices: PricesSpec | None = None

@@ -32,7 +32,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field, Strict, ValidationError
 
 from heterog.cluster.building import ClusterBuilder
 from heterog.cluster.hardware import (
@@ -48,14 +48,11 @@ from heterog.cluster.hardware import (
 from heterog.cluster.schema import (
     ClusterSpec,
     Document,
-    ExecutionWord,
     FilePath,
-    SendsWord,
-    Tf32Word,
 )
 from heterog.cluster.topology import SCHEMA_VERSION, Cluster, Execution, Sends, Tf32
 from heterog.errors import ClusterError, InputFileError, UnknownNameError
-from heterog.files import as_path, read_bytes
+from heterog.files import as_path, decoded, read_bytes
 from heterog.records import Int32, Record, parse_record
 
 _PRESETS = resources.files("heterog.cluster") / "presets"
@@ -92,15 +89,10 @@ def load_cluster(
     if isinstance(source, str) and looks_like_name and not path.exists():
         raise UnknownNameError(kind, source, names)
     try:
-        text = read_bytes(path, "cluster file", MAX_FILE_BYTES).decode()
+        text = decoded(read_bytes(path, "cluster file", MAX_FILE_BYTES), f"cluster file {path}")
     except InputFileError as error:
         raise InputFileError(
             f"{error} Give a YAML file or one of: {', '.join(preset_names())}."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InputFileError(
-            f"cannot read cluster file {path}: it is not UTF-8 text. Give a YAML file or one of: "
-            f"{', '.join(preset_names())}."
         ) from error
     return parse_cluster(text, path)
 
@@ -135,9 +127,9 @@ class _ClusterRecord(Record):
     name: str
     efficiency: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
     calibration: FilePath | None
-    sends: SendsWord = "overlapped"
-    execution: ExecutionWord = "eager"
-    tf32: Tf32Word = "convolutions"
+    sends: Annotated[Sends, Strict(False)] = Sends.OVERLAPPED
+    execution: Annotated[Execution, Strict(False)] = Execution.EAGER
+    tf32: Annotated[Tf32, Strict(False)] = Tf32.CONVOLUTIONS
     device_types: Annotated[list[DeviceType], Field(max_length=MAX_DEVICES)]
     hosts: Annotated[list[Host], Field(max_length=MAX_DEVICES)]
     devices: Annotated[list[_DeviceRecord], Field(max_length=MAX_DEVICES)]
@@ -173,9 +165,9 @@ def cluster_from_dict(record: object) -> Cluster:
         devices=tuple(devices),
         efficiency=found.efficiency,
         calibration=found.calibration,
-        sends=Sends(found.sends),
-        execution=Execution(found.execution),
-        tf32=Tf32(found.tf32),
+        sends=found.sends,
+        execution=found.execution,
+        tf32=found.tf32,
         pairs=tuple(found.pairs),
         prices=found.prices,
     )

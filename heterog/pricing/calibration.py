@@ -31,10 +31,9 @@ from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, Strict
 
 from heterog.cluster.hardware import DeviceType
-from heterog.cluster.schema import ExecutionWord
 from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE, Cluster, Execution
 from heterog.errors import InputFileError
 from heterog.files import MAX_JSON_BYTES, read_json, write_json
@@ -84,7 +83,7 @@ class _RunsRecord(Record):
     schema_version: int
     kind: Literal["runs"]
     name: Text
-    execution: ExecutionWord
+    execution: Annotated[Execution, Strict(False)]
     host_s: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
     per_member: Annotated[float, Field(ge=0.0, le=1e3, allow_inf_nan=False)] = 0.0
     num_runs: Count
@@ -118,7 +117,7 @@ def read_run_models(value: object, where: str) -> DeviceModels:
     """
     record = parse_record(value, _RunsRecord, where, versions=(1,))
     return DeviceModels(
-        Execution(record.execution),
+        record.execution,
         host_s=record.host_s,
         per_member=record.per_member,
         in_training={
