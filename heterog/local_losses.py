@@ -12,7 +12,10 @@ simulation and execution treat as any other. The numbers equal those of one devi
 same blocks.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from torch import Tensor, nn
@@ -121,10 +124,7 @@ class LocalBlocks(nn.Module):
         if not self._is_checked:
             self._check(step, losses)
             self._is_checked = True
-        total = losses[0]
-        for each in losses[1:]:
-            total = total + each
-        return total
+        return reduce(operator.add, losses)
 
     def _end_block(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
         """Hook that runs when a boundary's module is done, while a step of ours runs."""
@@ -156,6 +156,7 @@ class LocalBlocks(nn.Module):
                     )
 
 
+@dataclass
 class _Step:
     """State of one forward pass.
 
@@ -166,11 +167,10 @@ class _Step:
         losses: Losses of their heads.
     """
 
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
-        self.names: list[str] = []
-        self.ends: list[Tensor] = []
-        self.losses: list[Tensor] = []
+    target: Tensor
+    names: list[str] = field(default_factory=list)
+    ends: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
 
 
 def _graph(tensor: Tensor) -> Iterator[Any]:

@@ -219,8 +219,6 @@ def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
         whole = sizes.pop(call.place_of("self"))
         rows = whole / max(call.input("self").shape[1], 1)
         return float(sum(sizes) + rows * ("backward" not in call.kind)), written
-    if call.kind == "slice_backward.default" or call.kind == "select_backward.default":
-        return float(sum(sizes)), written
     if call.kind == "embedding_dense_backward.default":
         # Zero the table, then read, add and write one row per index.
         return float(sum(sizes) + sizes[0]), written + sizes[0]

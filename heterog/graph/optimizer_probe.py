@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -244,7 +245,7 @@ def probed_scope(
     failure = ""
     # Single precision only if the optimizer takes nothing else, because it hides small movements.
     for dtype in (torch.float64, torch.float32):
-        probe = _Probe(optimizer, options, groups, dtype)
+        probe = partial(_Probe, optimizer, options, groups, dtype)
         try:
             with same_draws(), warnings.catch_warnings(action="ignore"), torch.enable_grad():
                 return _widest(probe)
@@ -261,19 +262,18 @@ def probed_scope(
     return UpdateScope.MODEL
 
 
-def _widest(probe: "_Probe") -> UpdateScope:
+def _widest(probe: Callable[..., "_Probe"]) -> UpdateScope:
     """The wider of the scopes at the options' learning rate and at a large one.
 
     Estimated step sizes (D-Adaptation, Prodigy) grow with the distance that parameters move. A
     small rate or a warm-up keeps that distance short for longer than the probe takes.
     """
-    found = probe.scope()
-    if found == UpdateScope.MODEL:
-        return found
-    probe = probe.other(_LARGE_RATE, _STEADY)
-    with suppress(Exception):  # some refuse so large a rate
-        faster = probe.scope()
-        return faster if found.allows(faster) else found
+    with _BoundedWork():
+        found = probe().scope()
+    if found != UpdateScope.MODEL:
+        with suppress(Exception), _BoundedWork():  # some refuse so large a rate
+            faster = probe(_LARGE_RATE, _STEADY).scope()
+            return faster if found.allows(faster) else found
     return found
 
 
@@ -379,7 +379,6 @@ class _Probe:
     ) -> None:
         self.optimizer = optimizer
         self.options = options
-        self.dtype = dtype
         self.rate = rate  # replaces the learning rate of the options
         self.scales = scales
         self.groups = groups
@@ -411,16 +410,8 @@ class _Probe:
         for scale, gradients in zip(self.scales, self.gradients, strict=True):
             gradients.append((direction + 0.3 * some() / size) * scale)
 
-    def other(self, rate: float, scales: Sequence[float]) -> "_Probe":
-        """The same probe at another learning rate, with gradients of other sizes."""
-        return _Probe(self.optimizer, self.options, self.groups, self.dtype, rate, scales)
-
     def scope(self) -> UpdateScope:
-        """The scope that stepping shows, within bounded work."""
-        with _BoundedWork():
-            return self._scope()
-
-    def _scope(self) -> UpdateScope:
+        """The scope that stepping shows."""
         pieces = [_whole(number, group) for number, group in enumerate(self.group_of)]
         together = self._path(pieces, [range(len(pieces))])
         for number, piece in enumerate(pieces):

@@ -110,7 +110,7 @@ class _Check:
         with self._step.of_later(), clocks_ahead():
             found = self._call_as_first(())
         if found is not None and self._call_as_first(()) is None:
-            self._raise([], self._step.first_new)
+            self._raise([], self._step.numbers.first_new)
 
     def _look_far(self, later: PythonState, moving: Mapping[tuple[Any, Any], Slot]) -> None:
         """Call the step once more, and then in the states that it will have after many calls.
@@ -154,7 +154,7 @@ class _Check:
             slot.put(value)
         now = self._before.changes()
         if self._call() is not None:
-            self._refuse(now, self._step.first_new)
+            self._refuse(now, self._step.numbers.first_new)
 
     def _call(self) -> Results | None:
         """Results of the step now, if they differ from those of the first call; else ``None``."""
@@ -187,7 +187,8 @@ class _Check:
 
     def _written(self) -> list[Slot]:
         """Attributes that are tensors in whose memory the step writes."""
-        return [slot for slot in self._before.tensors() if self._step.is_written(slot.before)]
+        numbers = self._step.numbers
+        return [slot for slot in self._before.tensors() if numbers.is_written(slot.before)]
 
     def _refuse_written(self) -> None:
         """Refuse a step that writes to constants, because a plan keeps them for all steps."""

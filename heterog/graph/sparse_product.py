@@ -138,11 +138,8 @@ class SparseProduct(nn.Module):
         is_symmetric = back.key == self.pattern.key and np.array_equal(values, back_values)
         self.backward_pattern = self.pattern if is_symmetric else back
         dtype = torch.get_default_dtype()
-        for prefix, pattern, entries in (
-            ("", self.pattern, values), ("back_", self.backward_pattern, back_values)
-        ):  # fmt: skip
-            if prefix and is_symmetric:
-                continue
+        own, other = ("", self.pattern, values), ("back_", self.backward_pattern, back_values)
+        for prefix, pattern, entries in (own,) if is_symmetric else (own, other):
             kind = np.int32 if pattern.num_entries <= np.iinfo(np.int32).max else np.int64
             for name, array in (("row_starts", pattern.row_starts), ("columns", pattern.columns)):
                 self.register_buffer(

@@ -18,8 +18,9 @@ loop whose number of passes depends on values cannot be planned.
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 from types import EllipsisType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -151,8 +152,7 @@ def _is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None =
     return _detect_causal(mask, is_causal, size)
 
 
-@contextmanager
-def _known_positions() -> Iterator[None]:
+def _known_positions() -> AbstractContextManager[object]:
     """Let ``transformers`` read positions that a step makes of sizes alone, as in training.
 
     It would not read fake tensors, and make a mask where one device makes none. The two are not
@@ -160,14 +160,12 @@ def _known_positions() -> Iterator[None]:
     """
     utils = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(utils, "is_fake_tensor"):
-        yield
-        return
+        return nullcontext()
 
     def is_fake_tensor(tensor: object) -> bool:
         return isinstance(tensor, FakeTensor) and not is_known(tensor)
 
-    with mock.patch.object(utils, "is_fake_tensor", is_fake_tensor):
-        yield
+    return mock.patch.object(utils, "is_fake_tensor", is_fake_tensor)
 
 
 _torchs_fill_diagonal: Callable[..., Tensor] = Tensor.fill_diagonal_
@@ -253,8 +251,7 @@ _OWN_LOOPS = (
 )
 
 
-@contextmanager
-def _graphs_without_self_loops() -> Iterator[None]:
+def _graphs_without_self_loops() -> AbstractContextManager[object]:
     """Make PyG's layers assume graphs without self loops; the step checks that this holds.
 
     They drop existing loops before they add one for each node, so the number of edges would
@@ -262,8 +259,7 @@ def _graphs_without_self_loops() -> Iterator[None]:
     """
     loops: Any = sys.modules.get("torch_geometric.utils.loop")
     if loops is None:
-        yield
-        return
+        return nullcontext()
     drop, add = loops.remove_self_loops, loops.add_remaining_self_loops
 
     def check(edge_index: Tensor) -> None:
@@ -281,8 +277,7 @@ def _graphs_without_self_loops() -> Iterator[None]:
         check(edge_index)
         return loops.add_self_loops(edge_index, *args, **keywords)
 
-    with everywhere({drop: drop_none, add: add_all}):
-        yield
+    return everywhere({drop: drop_none, add: add_all})
 
 
 @contextmanager
@@ -404,9 +399,7 @@ def _associative_scan(
     combine_mode: str = "pointwise",
 ) -> Any:
     """Combine slices one after the other."""
-    made: list[Any] = []
-    for each in _slices(xs, dim, reverse=reverse):
-        made.append(combine_fn(made[-1], each) if made else each)
+    made = list(accumulate(_slices(xs, dim, reverse=reverse), combine_fn))
     return _stacked(made[::-1] if reverse else made, dim)
 
 

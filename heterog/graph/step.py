@@ -145,6 +145,7 @@ class Step:
     """A forward and a backward pass of a workload, with the values that they compute.
 
     Attributes:
+        numbers: Values of its tensors in all calls.
         results: Values that its last call has computed; ``None`` if the call has failed.
         refusal: Error that says why its last call cannot be a step of a plan.
     """
@@ -162,7 +163,7 @@ class Step:
         self.results: Results | None = None
         self.refusal: CaptureError | None = None
         self._known = known
-        self._numbers = ValueNumbers(where, known)
+        self.numbers = ValueNumbers(where, known)
 
     def traced(
         self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
@@ -175,15 +176,6 @@ class Step:
         _check_dense(self._workload, dict(zip(parameters, gradients, strict=True)))
         wanted = [_as_added_up(self._workload, gradient) for gradient in gradients]
         return loss.detach(), wanted, list(buffers.values())
-
-    @property
-    def first_new(self) -> str:
-        """Line where the last call first computes a value that is new; empty if nowhere."""
-        return self._numbers.first_new
-
-    def is_written(self, tensor: Tensor) -> bool:
-        """Whether calls have written to the memory of a tensor."""
-        return self._numbers.is_written(tensor)
 
     @contextmanager
     def of_later(self) -> Iterator[None]:
@@ -227,15 +219,15 @@ class Step:
         # The backward pass is inside, too: functions of the user's own may read the model there.
         with (
             stateless._reparametrize_module(self._model, state, tie_weights=True),
-            self._numbers.seeds.watched(),
+            self.numbers.seeds.watched(),
         ):
             trained = [each.requires_grad for each in state.values()]
             num_hooks = {name: _num_hooks(each) for name, each in parameters.items()}
             memory = [storage_of(each) for each in state.values()]
-            with self._numbers.run(_named_inputs(state, batch)):
+            with self.numbers.run(_named_inputs(state, batch)):
                 loss = self._workload.step_loss(self._model, batch)
-            if self._numbers.unanswered is not None:
-                raise self._numbers.unanswered
+            if self.numbers.unanswered is not None:
+                raise self.numbers.unanswered
             self._check_known(state)
             self._check_seeds("forward")
             check_hooks(self._workload, parameters)
@@ -244,14 +236,14 @@ class Step:
             self._check_switches({**parameters, **buffers}, trained)
             replaced = self._replaced(state, memory)
             root = _root_of(self._workload, loss)
-            results = self._numbers.results(loss, *replaced.values())
+            results = self.numbers.results(loss, *replaced.values())
             if backward:
                 setup_stacktrace_preservation_hooks([root])
-                with nullcontext() if is_traced else self._numbers.numbering():
+                with nullcontext() if is_traced else self.numbers.numbering():
                     gradients = self._gradients(loss, parameters)
                 self._check_seeds("backward")
             if backward and not is_traced:
-                results += self._numbers.results(*gradients)
+                results += self.numbers.results(*gradients)
             self.results = results
         if is_traced and replaced:
             with torch.no_grad():  # after the backward pass, which may read the old values
@@ -259,16 +251,11 @@ class Step:
                     buffers[name].copy_(value)
         return loss, gradients
 
-    @property
-    def asked(self) -> frozenset[str]:
-        """Inputs on whose values the last call depends; empty if they are known."""
-        return self._numbers.asked
-
     def _check_known(self, state: Mapping[str, Tensor]) -> None:
         """Refuse a step that writes a buffer whose value decides what it computes."""
         now = dict(self._model.named_buffers(remove_duplicate=False))
         for name in self._known:
-            if now.get(name) is not state[name] or self._numbers.is_written(state[name]):
+            if now.get(name) is not state[name] or self.numbers.is_written(state[name]):
                 raise CaptureError(
                     f"workload '{self._workload.name}': the step asks for the value of buffer "
                     f"'{name}', and changes it, so that later steps compute something else. If "
@@ -279,7 +266,7 @@ class Step:
 
     def _check_seeds(self, which: str) -> None:
         """Refuse a pass that sets the state of random numbers."""
-        if place := self._numbers.seeds.look(lambda: f"the end of its {which} pass"):
+        if place := self.numbers.seeds.look(lambda: f"the end of its {which} pass"):
             raise CaptureError(
                 f"workload '{self._workload.name}': the step sets the state of torch's random "
                 "numbers (torch.manual_seed, torch.seed, set_rng_state, or fork_rng around "
@@ -323,7 +310,7 @@ class Step:
             is_same = new is old
             if is_same and storage_of(old) == storage:
                 continue
-            if new is not None and not is_same and not self._numbers.of(new).varies:
+            if new is not None and not is_same and not self.numbers.of(new).varies:
                 continue  # a constant table, which the next step makes again or finds
             is_like = new is not None and (new.shape, new.dtype) == (old.shape, old.dtype)
             if new is None or is_same or not is_like or old.requires_grad:

@@ -78,10 +78,6 @@ def token_workload(
     )
 
 
-class MissingExtraError(HeterogError):
-    """A model that needs a package of an optional extra which is not installed."""
-
-
 def _of_hub(
     name: str,
     batch_size: int,
@@ -125,7 +121,7 @@ def _transformers(name: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise MissingExtraError(
+        raise HeterogError(
             f"the model '{name}' needs the package transformers, which cannot be imported "
             f"({error}); run: pip install 'heterog[zoo]'"
         ) from error

@@ -22,10 +22,6 @@ from heterog.user_code import (
 from heterog.workers import Terminated
 
 
-class BatchSizeError(HeterogError):
-    """A batch size below one."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooEntry:
     """One built-in workload: its row in ``heterog models``, and how to make it.
@@ -71,7 +67,7 @@ def build(name: str, batch_size: int | None = None) -> Workload:
 
     Raises:
         UnknownNameError: no such entry.
-        BatchSizeError: the batch size is below one.
+        HeterogError: the batch size is below one.
     """
     found = entry(name)
     if batch_size is None:
@@ -98,7 +94,7 @@ def load_workload(
 
     Raises:
         UnknownNameError: ``source`` is not a path and the zoo has no such entry.
-        BatchSizeError: the batch size is below one.
+        HeterogError: the batch size is below one.
         InputFileError: the file or the function is missing, fails, or returns something else.
     """
     if not is_from_file(source):
@@ -117,7 +113,7 @@ def load_workload(
 
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
-        raise BatchSizeError(f"the batch size must be at least 1 sample, got {batch_size}.")
+        raise HeterogError(f"the batch size must be at least 1 sample, got {batch_size}.")
 
 
 def _call(path: Path, function: object, name: str, batch_size: int | None) -> Workload:

@@ -500,17 +500,14 @@ def _fake_parameter(mode: FakeTensorMode, value: Tensor, *, is_trained: bool) ->
     return fake
 
 
-def _is_deep_copy(value: Tensor) -> bool:
-    """Whether ``copy.deepcopy`` made a fake tensor: its views then lie in other memory than it."""
-    return isinstance(value, FakeTensor) and storage_of(value.detach()) != storage_of(value)
-
-
 def _fake(mode: FakeTensorMode, value: Tensor, *, by_rows: bool = False) -> Tensor:
     """A fake tensor like another; row-major if ``by_rows``, as ranks keep their weights."""
+    # Views of a fake tensor that ``copy.deepcopy`` made lie in other memory than it.
+    is_copy = isinstance(value, FakeTensor) and storage_of(value.detach()) != storage_of(value)
     if by_rows and value.layout == torch.strided and not value.is_contiguous():
         fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         fake.requires_grad_(value.requires_grad)
-    elif value.is_meta or _is_deep_copy(value):
+    elif value.is_meta or is_copy:
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
         fake.requires_grad_(value.requires_grad)
     elif isinstance(value, FakeTensor):

@@ -462,8 +462,9 @@ def _asked_buffers(step: Step, model: nn.Module, known: Mapping[str, Tensor]) ->
     try:
         yield
     except DATA_DEPENDENT as error:
-        if step.asked <= buffers and not step.asked <= known.keys():
-            raise UnknownBuffers(step.asked) from error
+        asked = step.numbers.asked
+        if asked <= buffers and not asked <= known.keys():
+            raise UnknownBuffers(asked) from error
         raise
 
 
@@ -506,7 +507,7 @@ def trace(
             if checks_calls:
                 check_repeats(workload.name, step, kept)
         flat = [value for value in pytree.tree_leaves(given) if isinstance(value, Tensor)]
-        _clean(raw)
+        _clean(raw.graph)
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
@@ -543,26 +544,20 @@ def _mutates(graph: fx.Graph) -> bool:
     )
 
 
-def _clean(raw: fx.GraphModule) -> None:
-    """Take out of a trace, or replace, what cannot be run again."""
-    _drop_unused_placeholders(raw)
-    _drop_ranges_of_profilers(raw.graph)
-    _conjugate_numbers(raw.graph)
-    _give_zeros_memory(raw.graph)
+def _clean(graph: fx.Graph) -> None:
+    """Take out of a trace, or replace, what cannot be run again.
 
-
-def _drop_unused_placeholders(module: fx.GraphModule) -> None:
-    """Remove placeholders of batch entries that are not tensors (``None`` masks, numbers)."""
-    for node in list(module.graph.nodes):
-        if node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor):
-            module.graph.erase_node(node)
-
-
-def _drop_ranges_of_profilers(graph: fx.Graph) -> None:
-    """Remove the nodes of ``record_function``, which name ranges and compute nothing."""
+    These are entries of the batch that are no tensors (``None`` masks, numbers), the ranges of
+    ``record_function``, which compute nothing, and the zeros without memory with which forward
+    derivatives (``jvp``) begin.
+    """
+    _conjugate_numbers(graph)
     for node in reversed(graph.nodes):  # the end of a range reads its beginning
-        if getattr(node.target, "namespace", "") == "profiler":
+        is_plain = node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor)
+        if is_plain or getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)
+        elif node.target is torch.ops.aten._efficientzerotensor.default:
+            node.target = torch.ops.aten.zeros.default
 
 
 def _conjugate_numbers(graph: fx.Graph) -> None:
@@ -576,10 +571,3 @@ def _conjugate_numbers(graph: fx.Graph) -> None:
         reader.args = fx.map_arg(reader.args, lambda each: numbers.get(each, each))
     for node in numbers:
         graph.erase_node(node)
-
-
-def _give_zeros_memory(graph: fx.Graph) -> None:
-    """Replace the zeros without memory with which forward derivatives (``jvp``) begin."""
-    for node in graph.nodes:
-        if node.target is torch.ops.aten._efficientzerotensor.default:
-            node.target = torch.ops.aten.zeros.default

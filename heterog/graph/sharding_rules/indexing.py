@@ -50,19 +50,18 @@ BAGS = frozenset(
 
 
 @splits("_embedding_bag.default")
+@splits(
+    *("_embedding_bag_backward.default", "_embedding_bag_per_sample_weights_backward.default"),
+    linear=[("grad",)],
+)
 def _bag(call: OpCall) -> list[Axis]:
-    chosen = 1 if len(call.outputs[3].shape) == 2 else R  # of maxima, in each column
-    return [axis(call, (1, R, R, chosen), weight=1)]
-
-
-@splits("_embedding_bag_backward.default", linear=[("grad",)])
-def _bag_backward(call: OpCall) -> list[Axis]:
-    chosen = 1 if len(shape_of(call, "maximum_indices")) == 2 else R
-    return [axis(call, (1,), grad=1, maximum_indices=chosen)]
-
-
-@splits("_embedding_bag_per_sample_weights_backward.default", linear=[("grad",)])
-def _bag_weights_backward(call: OpCall) -> list[Axis]:
+    """Bags of rows are split by columns; the places of maxima are one for each column."""
+    if call.kind == "_embedding_bag.default":
+        chosen = 1 if len(call.outputs[3].shape) == 2 else R
+        return [axis(call, (1, R, R, chosen), weight=1)]
+    if call.kind == "_embedding_bag_backward.default":
+        chosen = 1 if len(shape_of(call, "maximum_indices")) == 2 else R
+        return [axis(call, (1,), grad=1, maximum_indices=chosen)]
     return [axis(call, (P,), grad=1, weight=1)]
 
 

@@ -177,17 +177,14 @@ def _convolution_backward(call: OpCall, dim: int, units: int) -> RuleResult | No
 def _pool(call: OpCall, dim: int, units: int) -> RuleResult | None:
     if call.args["ceil_mode"] is True or len(call.inputs[0].shape) != _rank_of(call) + 2:
         return None
-    window = read_window(stencil_of(call, dim), call.outputs[0].shape[dim] // units)
-    return RuleResult((H(dim, window),), (S(dim),) * len(call.outputs))
-
-
-def _pool_backward(call: OpCall, dim: int, units: int) -> RuleResult | None:
-    if call.args["ceil_mode"] is True or len(call.inputs[0].shape) != _rank_of(call) + 2:
+    stencil = stencil_of(call, dim)
+    if "backward" not in call.kind:
+        window = read_window(stencil, call.outputs[0].shape[dim] // units)
+        return RuleResult((H(dim, window),), (S(dim),) * len(call.outputs))
+    readers = readers_window(stencil, _rows(call, "self", dim, units))
+    if readers is None:
         return None
-    window = readers_window(stencil_of(call, dim), _rows(call, "self", dim, units))
-    if window is None:
-        return None
-    halo = H(dim, window)
+    halo = H(dim, readers)
     return RuleResult(_named(call, grad_output=halo, self=S(dim), indices=halo), (S(dim),))
 
 
@@ -214,32 +211,28 @@ def _upsample(call: OpCall, dim: int, units: int) -> RuleResult | None:
 
 
 def _batch_norm(call: OpCall, dim: int, units: int) -> RuleResult | None:
-    if call.args.get("training") is not True:
+    is_backward = "backward" in call.kind
+    if call.args.get("train" if is_backward else "training") is not True:
         return None
     own = H(dim, Window(_rows(call, "input", dim, units), 0, 0))
-    statistics = (L,) * (len(call.outputs) - 1)
-    return RuleResult(_named(call, input=own), (S(dim), *statistics), Special.LOCAL_STATISTICS)
-
-
-def _batch_norm_backward(call: OpCall, dim: int, units: int) -> RuleResult | None:
-    if call.args.get("train") is not True:
-        return None
-    own = H(dim, Window(_rows(call, "input", dim, units), 0, 0))
-    inputs = _named(call, grad_out=own, input=own, save_mean=L, save_invstd=L)
-    return RuleResult(inputs, (S(dim), P, P)[: len(call.outputs)], Special.LOCAL_STATISTICS)
+    if is_backward:
+        inputs = _named(call, grad_out=own, input=own, save_mean=L, save_invstd=L)
+        made: tuple[Placement, ...] = (S(dim), P, P)
+    else:
+        inputs, made = _named(call, input=own), (S(dim), L, L, L, L)
+    return RuleResult(inputs, made[: len(call.outputs)], Special.LOCAL_STATISTICS)
 
 
 _RULES: dict[str, _HaloRule] = {
     CONVOLUTION: _convolution,
     CONVOLUTION_BACKWARD: _convolution_backward,
-    **dict.fromkeys(_POOLS, _pool),
-    **dict.fromkeys(_POOLS_BACKWARD, _pool_backward),
+    **dict.fromkeys((*_POOLS, *_POOLS_BACKWARD), _pool),
     **{f"{name}.default": _upsample for name in (*_NEAREST, *_LINEAR)},
     **{f"{name}_backward.default": _upsample for name in (*_NEAREST, *_LINEAR)},
     "native_batch_norm.default": _batch_norm,
     "_native_batch_norm_legit.default": _batch_norm,
     "_native_batch_norm_legit_functional.default": _batch_norm,
-    "native_batch_norm_backward.default": _batch_norm_backward,
+    "native_batch_norm_backward.default": _batch_norm,
     SPARSE_PRODUCT: product_of_rows,
 }
 
@@ -249,10 +242,7 @@ RUNS_ON_WINDOWS = frozenset(kind for kind in _RULES if "batch_norm" not in kind)
 
 def halo_dim(placements: tuple[Placement, ...]) -> int | None:
     """The dimension along which some inputs have halos; ``None`` if no input has."""
-    for place in placements:
-        if place.kind == "H":
-            return place.dim
-    return None
+    return next((place.dim for place in placements if place.kind == "H"), None)
 
 
 def propagate(
@@ -361,11 +351,11 @@ def _trials(
     for i in range(count):
         for base in (whole, local) if saved else (whole,):
             for one in options[i]:
-                yield _with(base, {i: one})
+                yield (*base[:i], one, *base[i + 1 :])
     if count <= _MOST_PAIRED:
         for i, j in combinations(range(count), 2):
             for one, two in product(options[i], options[j]):
-                yield _with(whole, {i: one, j: two})
+                yield (*whole[:i], one, *whole[i + 1 : j], two, *whole[j + 1 :])
 
 
 def _options(meta: TensorMeta, axis_size: int, outers: Sequence[int]) -> list[Placement]:
@@ -376,7 +366,3 @@ def _options(meta: TensorMeta, axis_size: int, outers: Sequence[int]) -> list[Pl
         if size and size % (outer * axis_size) == 0
     ]
     return [*splits, P]
-
-
-def _with(base: Sequence[Placement], changes: dict[int, Placement]) -> tuple[Placement, ...]:
-    return tuple(changes.get(i, placement) for i, placement in enumerate(base))

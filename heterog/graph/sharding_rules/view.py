@@ -117,18 +117,25 @@ def _pad(call: OpCall) -> list[Axis]:
     return [Axis((d,), (d,)) for d in range(rank) if d not in padded]
 
 
-@rule("cat.default", "concat.default")
+@rule("cat.default", "concat.default", "stack.default")
 def _cat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    count, rank = len(call.inputs), len(call.outputs[0].shape)
+    every, rank = range(len(call.inputs)), len(call.outputs[0].shape)
     along = dimension(call, "dim", rank)
-    # A tensor of shape [0] joins anything (caches start with one) and has nothing to split.
+    # A stack makes the dimension. A tensor of shape [0] joins anything (caches start with one)
+    # and has nothing to split.
+    makes = call.kind == "stack.default"
     axes = [
-        Axis(tuple(d if len(meta.shape) == rank else R for meta in call.inputs), (d,))
+        Axis(
+            tuple(
+                d - (makes and d > along) if len(meta.shape) == rank - makes else R
+                for meta in call.inputs
+            ),
+            (d,),
+        )
         for d in range(rank)
         if d != along
     ]
-    extra = _cat_of_splits(call, placements, axis_size, along)
-    every = range(count)
+    extra = () if makes else _cat_of_splits(call, placements, axis_size, along)
     return choose(call, placements, axis_size, axes, [every], summand=every, extra=extra)
 
 
@@ -151,15 +158,6 @@ def _cat_of_splits(
             yield RuleResult(inputs, (S(along, sum(sizes) // block),))
 
 
-@rule("stack.default")
-def _stack(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    count, rank = len(call.inputs), len(call.outputs[0].shape)
-    along = dimension(call, "dim", rank)
-    axes = [Axis((d,) * count, (d + (d >= along),)) for d in range(rank - 1)]
-    every = range(count)
-    return choose(call, placements, axis_size, axes, [every], summand=every)
-
-
 @rule(
     *("split.Tensor", "split_with_sizes.default", "split.sizes", "chunk.default"),
     *("unsafe_split.Tensor", "unsafe_split_with_sizes.default", "unsafe_chunk.default"),
@@ -176,18 +174,14 @@ def _split(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     return choose(call, placements, axis_size, axes, [(0,)], extra=extra)
 
 
-@splits("unbind.int", "select.int", linear=[(0,)])
+@splits("unbind.int", "select.int", "select_backward.default", linear=[(0,)])
 def _select(call: OpCall) -> list[Axis]:
-    rank, count = len(call.inputs[0].shape), len(call.outputs)
-    along = dimension(call, "dim", rank)
-    return [Axis((d,), (d - (d > along),) * count) for d in range(rank) if d != along]
-
-
-@splits("select_backward.default", linear=[(0,)])
-def _select_backward(call: OpCall) -> list[Axis]:
-    rank = len(call.outputs[0].shape)
-    along = dimension(call, "dim", rank)
-    return [Axis((d - (d > along),), (d,)) for d in range(rank) if d != along]
+    rank = max(len(meta.shape) for meta in (*call.inputs, *call.outputs))
+    along, count = dimension(call, "dim", rank), len(call.outputs)
+    pairs = [(d, d - (d > along)) for d in range(rank) if d != along]
+    if call.kind == "select_backward.default":
+        return [Axis((narrow,), (d,)) for d, narrow in pairs]
+    return [Axis((d,), (narrow,) * count) for d, narrow in pairs]
 
 
 @rule("slice.Tensor", "slice_backward.default")
@@ -219,26 +213,19 @@ def _write(call: OpCall) -> list[Axis]:
     return [Axis((d, d - (narrow and d > along)), (d,)) for d in range(rank) if d != along]
 
 
-@splits("diagonal.default", linear=[(0,)])
+@splits("diagonal.default", "diag_embed.default", "diagonal_backward.default", linear=[(0,)])
 @splits("diagonal_scatter.default", linear=[(0, 1)], summand="self")
 def _diagonal(call: OpCall) -> list[Axis]:
-    rank = len(call.inputs[0].shape)
-    pair = {dimension(call, "dim1", rank), dimension(call, "dim2", rank, 1)}
+    """The diagonals of matrices, or matrices of diagonals: the other dimensions are a batch."""
+    of_matrices = call.kind in ("diagonal.default", "diagonal_scatter.default")
+    rank = len((call.inputs if of_matrices else call.outputs)[0].shape)
+    one, two = (-2, -1) if call.kind == "diag_embed.default" else (0, 1)
+    pair = {dimension(call, "dim1", rank, one), dimension(call, "dim2", rank, two)}
     kept = [d for d in range(rank) if d not in pair]
     if call.kind == "diagonal_scatter.default":
         return [Axis((whole, part), (whole,)) for part, whole in enumerate(kept)]
-    return [Axis((source,), (target,)) for target, source in enumerate(kept)]
-
-
-@splits("diag_embed.default", "diagonal_backward.default", linear=[(0,)])
-def _onto_diagonal(call: OpCall) -> list[Axis]:
-    rank, last = len(call.outputs[0].shape), call.kind == "diag_embed.default"
-    pair = {
-        dimension(call, "dim1", rank, -2 if last else 0),
-        dimension(call, "dim2", rank, -1 if last else 1),
-    }
-    kept = [d for d in range(rank) if d not in pair]
-    return [Axis((source,), (target,)) for source, target in enumerate(kept)]
+    pairs = ((whole, part) if of_matrices else (part, whole) for part, whole in enumerate(kept))
+    return [Axis((source,), (target,)) for source, target in pairs]
 
 
 @splits("unfold.default", "unfold_backward.default", linear=[(0,)])
