@@ -83,7 +83,8 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
             graph,
             index,
             [placements[tensor] for tensor in graph.outputs[index]],
-            _read(needed[index], special),
+            # Values of the whole batch are made from inputs that every device has whole.
+            (R,) * len(needed[index]) if special == Special.OF_WHOLE_BATCH else needed[index],
             graph.batch_size,
         )
         for index, special in enumerate(specials)
@@ -100,11 +101,6 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
         bytes_fixed=columns[:, 2],
         bytes_per_sample=columns[:, 3],
     )
-
-
-def _read(needed: tuple[Placement, ...], special: str | None) -> tuple[Placement, ...]:
-    """Placements in which an op really reads its inputs."""
-    return tuple(R for _ in needed) if special == Special.OF_WHOLE_BATCH else needed
 
 
 _State = tuple[

@@ -65,12 +65,6 @@ class UpdateScope(StrEnum):
         return order.index(self) <= order.index(wider)
 
 
-def scope_by_name(optimizer: str) -> UpdateScope:
-    """Scope of an optimizer that is known only by name, as in a graph of another tool."""
-    known = optimizer in ELEMENTWISE_OPTIMIZERS
-    return UpdateScope.ELEMENT if known else UpdateScope.PARAMETER
-
-
 MAX_BATCH_SIZE = 2**20
 MAX_BATCH_TIMES_OPS = 2**30
 """Limit because cost tables have a row for every share of the batch and a column for every op."""
@@ -184,8 +178,8 @@ class OpGraph:
             torch's own elementwise ones are.
 
     Raises:
-        GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, a
-            name is invalid (see ``heterog.names``), or ``master_dtype`` is no float type.
+        GraphError: the graph is larger than can be planned, ``grouped_like`` has other ops, a name
+            is invalid (see ``heterog.names``), or ``master_dtype`` is no float type.
     """
 
     name: str
@@ -210,27 +204,6 @@ class OpGraph:
                 f"graph '{self.name}': the master_dtype {shown(self.master_dtype)} is no type of "
                 "floating-point numbers; give float32, or leave it out."
             )
-        num_outputs = sum(op.num_outputs for op in self.ops)
-        if self.num_inputs + num_outputs != len(self.tensors) or self.num_inputs < 0:
-            raise GraphError(
-                f"graph '{self.name}': {len(self.tensors)} tensors, but {self.num_inputs} step "
-                f"inputs and {num_outputs} op outputs."
-            )
-        for index, op in enumerate(self.ops):
-            for tensor in op.inputs:
-                if not 0 <= tensor < len(self.tensors):
-                    raise GraphError(
-                        f"graph '{self.name}': op {index} '{op.name or op.kind}' reads tensor "
-                        f"{tensor}, but there are only {len(self.tensors)}."
-                    )
-                if tensor >= self.output_start[index]:
-                    raise GraphError(
-                        f"graph '{self.name}': op {index} '{op.name or op.kind}' reads tensor "
-                        f"{tensor}, which op {int(self.producer[tensor])} makes only later: the "
-                        "graph has a cycle or is not in topological order."
-                    )
-        if not 0 <= self.loss < len(self.tensors):
-            raise GraphError(f"graph '{self.name}': the loss is tensor {self.loss}, missing.")
         like = self.grouped_like
         if like is not None and not same_ops(self, like):
             raise GraphError(f"graph '{self.name}' has other ops than the one it is grouped like.")
@@ -362,7 +335,8 @@ class OpGraph:
 
         If the step itself writes to a trained parameter, parameters are updated whole.
         """
-        scope = self.seen_scope or scope_by_name(self.optimizer)
+        is_known = self.optimizer in ELEMENTWISE_OPTIMIZERS
+        scope = self.seen_scope or (UpdateScope.ELEMENT if is_known else UpdateScope.PARAMETER)
         return UpdateScope.PARAMETER if self.written and scope == UpdateScope.ELEMENT else scope
 
     @cached_property

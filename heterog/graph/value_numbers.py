@@ -282,7 +282,7 @@ class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, numbers: ValueNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers = numbers
+        self.numbers = numbers
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -290,29 +290,26 @@ class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
-        key, varies = self._numbers.key_of(func, args, keywords)
-        result = None if varies else self._numbers.known.answer(func, args, keywords)
+        key, varies = self.numbers.key_of(func, args, keywords)
+        result = None if varies else self.numbers.known.answer(func, args, keywords)
         try:
             if result is None:
                 result = func(*args, **keywords)
         except DATA_DEPENDENT as error:
-            self._numbers.unanswered = error  # the step's code may catch it and go on
-            self._numbers.asked = self._numbers.inputs_of(asked_of(func, args, keywords))
+            self.numbers.unanswered = error  # the step's code may catch it and go on
+            self.numbers.asked = self.numbers.inputs_of(asked_of(func, args, keywords))
             raise
-        self._numbers.record(func, args, keywords, key, varies=varies, result=result)
+        self.numbers.record(func, args, keywords, key, varies=varies, result=result)
         if not varies:
-            self._numbers.known.note(func, args, keywords, result)
+            self.numbers.known.note(func, args, keywords, result)
         return result
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor has values that depend on no input."""
-        return self._numbers.known.made(tensor) and not self._numbers.of(tensor).varies
 
 
 def is_known(tensor: Tensor) -> bool:
     """Whether the step that runs has made a tensor of none of its inputs."""
     modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _Numbering) and mode.knows(tensor) for mode in modes)
+    numbers = (mode.numbers for mode in modes if isinstance(mode, _Numbering))
+    return any(each.known.made(tensor) and not each.of(tensor).varies for each in numbers)
 
 
 def _written_by(op: Any, args: Any, keywords: Any) -> Iterator[Tensor]:

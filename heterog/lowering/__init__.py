@@ -36,15 +36,9 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
 from heterog.lowering.channels import ChannelTable
-from heterog.lowering.choice import Choice as Choice
-from heterog.lowering.choice import DistinctDecisions as DistinctDecisions
-from heterog.lowering.choice import Encoder as Encoder
-from heterog.lowering.choice import encode as encode
+from heterog.lowering.choice import Choice, DistinctDecisions, Encoder, encode
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program
-from heterog.lowering.resident import Held as Held
-from heterog.lowering.resident import held_bytes as held_bytes
-from heterog.lowering.resident import resident_bytes as resident_bytes
-from heterog.lowering.resident import stepping_bytes as stepping_bytes
+from heterog.lowering.resident import Held, held_bytes, resident_bytes, stepping_bytes
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.lowering.tape import (
     AS_STATED,
@@ -52,12 +46,39 @@ from heterog.lowering.tape import (
     OVERFLOW,
     Scratch,
     Tape,
+    make_scratch,
     make_tape,
     with_lanes,
 )
-from heterog.lowering.tape import make_scratch as make_scratch
-from heterog.lowering.walk import lower_kernel as lower_kernel
+from heterog.lowering.walk import lower_kernel
 from heterog.strategy.strategy import Strategy
+
+__all__ = [
+    "Choice",
+    "DistinctDecisions",
+    "Encoder",
+    "GraphTables",
+    "Held",
+    "Program",
+    "Scratch",
+    "Tape",
+    "encode",
+    "graph_tables",
+    "held_bytes",
+    "kept_bytes",
+    "lower",
+    "lower_kernel",
+    "lower_resized",
+    "lower_to_tape",
+    "make_scratch",
+    "make_tape",
+    "program_from_tape",
+    "resident_bytes",
+    "stepping_bytes",
+    "steps_to_unroll",
+    "used_channels",
+    "value_of_buffers",
+]
 
 UNROLLED_STEPS = 8
 """Steps unrolled to measure a step without barrier: T_8 / 8 (a difference of two unrolled times

@@ -36,13 +36,11 @@ from heterog.lowering.program import IntArray, TaskKind
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import (
     AS_STATED,
-    NUM_BUFFERS,
-    NUM_READS,
     NUM_TASKS,
-    OVERFLOW,
     Scratch,
     Tape,
     follow_gradients,
+    has_room,
     set_units,
     work_of,
     write_buffer,
@@ -232,7 +230,8 @@ def gather_parameters(
         domain = tables.gradient_domain[parameter]
         for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
             size = scratch.bucket_bytes[first] * choice.rings.part[ring]
-            if not _has_room(tape, (num_devices + 1) * (scratch.bucket_count[first] + 1)):
+            num_edges = (num_devices + 1) * (scratch.bucket_count[first] + 1)
+            if not has_room(tape, 0, num_edges, num_edges):
                 return any_gathered
             runs, any_runs = scratch.holder_buffer, False
             for device in range(num_devices):
@@ -543,7 +542,8 @@ def _update(lowering: Lowering, first: int, ring: int) -> None:
         parameter = scratch.next_in_bucket[parameter]
     if choice.sharded[group] == Sharded.PARAMETERS:
         return
-    if not _has_room(tape, 2 * (num_devices + 1) * (scratch.bucket_count[first] + 1)):
+    num_edges = 2 * (num_devices + 1) * (scratch.bucket_count[first] + 1)
+    if not has_room(tape, 0, num_edges, num_edges):
         return
     size = scratch.bucket_bytes[first] * rings.part[ring]
     write_task(tape, TaskKind.GATHER_PARAMETERS, first, -1, 0, 0, rings.second_channel[ring], size)
@@ -563,16 +563,3 @@ def _update(lowering: Lowering, first: int, ring: int) -> None:
             if rings.member[ring, device]:
                 scratch.next_ready_buffer[parameter, device] = arrived
         parameter = scratch.next_in_bucket[parameter]
-
-
-@helper
-def _has_room(tape: Tape, num_edges: int) -> bool:
-    """Whether a task with that many reads and buffers fits on the tape; if not, it overflows."""
-    if tape.counts[NUM_READS] + num_edges >= len(tape.reads) or tape.counts[
-        NUM_BUFFERS
-    ] + num_edges >= len(tape.buffers):
-        tape.counts[OVERFLOW] = 1
-        tape.counts[NUM_READS] = 0
-        tape.counts[NUM_BUFFERS] = 0
-        return False
-    return True

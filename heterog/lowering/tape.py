@@ -107,22 +107,32 @@ def mark_channels(tape: Tape, is_used: npt.NDArray[np.bool_]) -> None:
 
 
 @helper
+def has_room(tape: Tape, num_tasks: int, num_buffers: int, num_reads: int) -> bool:
+    """Whether some more tasks, buffers and reads fit on the tape; if not, it overflows."""
+    counts = tape.counts
+    if (
+        counts[NUM_TASKS] + num_tasks < len(tape.tasks) - 2
+        and counts[NUM_BUFFERS] + num_buffers < len(tape.buffers)
+        and counts[NUM_READS] + num_reads < len(tape.reads)
+    ):
+        return True
+    counts[OVERFLOW] = 1
+    counts[NUM_BUFFERS] = 0
+    counts[NUM_READS] = 0
+    return False
+
+
+@helper
 def write_task(
     tape: Tape, kind: int, subject: int, device: int, micro: int, samples: int, channel: int,
     num_bytes: float,
 ) -> None:  # fmt: skip
     """Begin a task; its reads and buffers are written before the next one begins."""
     number = tape.counts[NUM_TASKS]
-    if (
-        number >= len(tape.tasks) - 2
-        or tape.counts[NUM_BUFFERS] >= len(tape.buffers) - _most_buffers(len(tape.turn))
-        or tape.counts[NUM_READS]
-        >= len(tape.reads) - _most_reads(len(tape.bucket), len(tape.turn))
-    ):
-        tape.counts[OVERFLOW] = 1
+    num_devices = len(tape.turn)
+    num_reads = _most_reads(len(tape.bucket), num_devices)
+    if not has_room(tape, 0, _most_buffers(num_devices), num_reads):
         number = 0
-        tape.counts[NUM_BUFFERS] = 0
-        tape.counts[NUM_READS] = 0
     task = tape.tasks[number]
     task.kind = kind
     task.turn = tape.turn[device] if device >= 0 else 0

@@ -8,7 +8,7 @@ op's rule says so, and complete slices that need one number per row from the oth
 
 from heterog.lowering.choice import Choice, Lowering, is_first
 from heterog.lowering.kernels import helper
-from heterog.lowering.program import TaskKind
+from heterog.lowering.program import IntArray, TaskKind
 from heterog.lowering.sends import bytes_of
 from heterog.lowering.tables import KIND_NUMBER, GraphTables
 from heterog.lowering.tape import Scratch, Tape, set_units, write_buffer, write_read, write_task
@@ -81,7 +81,7 @@ def gather_in_teams(lowering: Lowering, slot: int, division: int, row: int, micr
             for device in range(begin, end):
                 if teams.number[division, device] == number:
                     write_read(tape, scratch.awaited[device])
-        _meet(choice, scratch, tape, slot, division, row, micro, number, whole)
+        _meet(choice, scratch, tape, slot, row, micro, number, whole)
 
 
 @helper
@@ -95,15 +95,35 @@ def _largest_share(choice: Choice, scratch: Scratch, row: int, micro: int, team:
 
 
 @helper
+def _read_parts(
+    choice: Choice, scratch: Scratch, tape: Tape, parts: IntArray, row: int, micro: int, team: int
+) -> None:
+    """Make the collective begun last read the part of each member of a team with a share of a row.
+
+    Args:
+        choice: The strategy.
+        scratch: Working memory.
+        tape: It is written.
+        parts: Buffer of each device's part.  # [num_devices]
+        row: Row of the shares.
+        micro: Number of the micro-batch.
+        team: Number of the team.
+    """
+    division = row % len(choice.member)
+    number = choice.teams.number[division]
+    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
+        if number[device] == team and choice.shares[row, micro, device] > 0:
+            write_read(tape, parts[device])
+
+
+@helper
 def _meet(
-    choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int, row: int, micro: int,
-    team: int, size: float,
+    choice: Choice, scratch: Scratch, tape: Tape, slot: int, row: int, micro: int, team: int,
+    size: float,
 ) -> None:  # fmt: skip
     """Write the collective begun last: it reads the members' parts and gives each the result."""
-    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
-        is_member = choice.teams.number[division, device] == team
-        if is_member and choice.shares[row, micro, device] > 0:
-            write_read(tape, scratch.slot_buffer[slot, device])
+    _read_parts(choice, scratch, tape, scratch.slot_buffer[slot], row, micro, team)
+    division = row % len(choice.member)
     for device in range(scratch.span[division, 0], scratch.span[division, 1]):
         if choice.teams.number[division, device] == team:
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
@@ -165,7 +185,7 @@ def reduce_in_teams(lowering: Lowering, slot: int, division: int, row: int, micr
         write_task(
             tape, TaskKind.REDUCE_VALUE, slot, -1, micro, samples if in_batch else 0, channel, size
         )
-        _meet(choice, scratch, tape, slot, division, row, micro, number, size)
+        _meet(choice, scratch, tape, slot, row, micro, number, size)
 
 
 @helper
@@ -194,7 +214,7 @@ def scatter_in_teams(lowering: Lowering, value: int, row: int, micro: int) -> No
         size = teams.size[division, first] * largest * per_unit
         write_task(tape, TaskKind.SCATTER_VALUE, value, -1, micro, samples, channel, size)
         set_units(tape, tables.axis_units[axis])
-        _read_made(choice, scratch, tape, value, row, micro, number)
+        _read_parts(choice, scratch, tape, scratch.value_buffer[value], row, micro, number)
         for device in range(begin, end):
             if teams.number[division, device] == number:
                 own = choice.shares[slices, micro, device] * per_unit
@@ -235,7 +255,7 @@ def exchange_in_teams(lowering: Lowering, value: int, row: int, micro: int) -> N
             tape, TaskKind.EXCHANGE_VALUE, value, -1, micro, samples, channel, size * size * piece
         )
         set_units(tape, tables.axis_units[axis] if axis > 0 else 0)
-        _read_made(choice, scratch, tape, value, row, micro, number)
+        _read_parts(choice, scratch, tape, scratch.value_buffer[value], row, micro, number)
         for device in range(begin, end):
             if teams.number[division, device] == number:
                 own = whole * choice.shares[after, micro, device] / tables.axis_units[axis]
@@ -272,24 +292,12 @@ def complete_in_teams(lowering: Lowering, value: int, row: int, micro: int) -> N
         size = teams.size[division, first] * part * tables.value_row_bytes[value]
         write_task(tape, TaskKind.GATHER_ROWS, value, -1, micro, samples, channel, size)
         set_units(tape, units)
-        _read_made(choice, scratch, tape, value, row, micro, number)
+        _read_parts(choice, scratch, tape, scratch.value_buffer[value], row, micro, number)
         for device in range(begin, end):
             share = choice.shares[row, micro, device]
             if teams.number[division, device] == number and share > 0:
                 own = tables.value_bytes_per_unit[value] * share * part
                 scratch.value_buffer[value, device] = write_buffer(tape, device, own)
-
-
-@helper
-def _read_made(
-    choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int, micro: int, team: int
-) -> None:
-    """Make the collective begun last read the parts of a value that a team has just made."""
-    division = row % len(choice.member)
-    number = choice.teams.number[division]
-    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
-        if number[device] == team and choice.shares[row, micro, device] > 0:
-            write_read(tape, scratch.value_buffer[value, device])
 
 
 @helper

@@ -46,6 +46,7 @@ from heterog.lowering.tape import (
     Turns,
     ask_permits,
     begin_turns,
+    has_room,
     last_turns,
     set_units,
     take_turns,
@@ -88,7 +89,8 @@ def compute_op(lowering: Lowering, op: int, division: int, micro: int) -> None:
     is_capped = len(turns.cap) > 0
     group = tables.op_group[op]
     num_reads = last_read - first_read + last_ready - first_ready
-    if not _has_room(tape, num_devices, num_devices * num_reads, last_value - first_value):
+    num_made = last_value - first_value + 2  # a device may make two tokens, and read two
+    if not has_room(tape, num_devices, num_devices * num_made, num_devices * (num_reads + 2)):
         return
     recut = tables.op_recut[op]
     units = tables.axis_units[tables.value_axis[first_value]] if recut > 0 else 0
@@ -162,20 +164,6 @@ def compute_op(lowering: Lowering, op: int, division: int, micro: int) -> None:
     tape.counts[NUM_TASKS] = number
     tape.counts[NUM_BUFFERS] = made
     tape.counts[NUM_READS] = read
-
-
-@helper
-def _has_room(tape: Tape, num_devices: int, num_reads: int, num_values: int) -> bool:
-    """Whether an op's tasks fit on the tape, on all devices; if not, it overflows."""
-    counts = tape.counts
-    if (
-        counts[NUM_TASKS] + num_devices >= len(tape.tasks) - 2
-        or counts[NUM_BUFFERS] + num_devices * (num_values + 2) >= len(tape.buffers)
-        or counts[NUM_READS] + num_reads + 2 * num_devices >= len(tape.reads)
-    ):
-        counts[OVERFLOW] = 1
-        return False
-    return True
 
 
 @helper
