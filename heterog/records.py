@@ -9,7 +9,7 @@ between fields are checked by the class, or by the reader of the kind.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import cache
@@ -185,6 +185,15 @@ def parse_record(
         raise InputFileError(f"{where}: {error}") from error
     except RecursionError as error:
         raise InputFileError(f"{where}: it is nested too deeply.") from error
+
+
+def stated(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record that have a value; a file leaves the others out.
+
+    >>> stated({"name": "a", "price": None})
+    {'name': 'a'}
+    """
+    return {name: value for name, value in record.items() if value is not None}
 
 
 @cache

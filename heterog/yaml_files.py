@@ -63,12 +63,8 @@ def parse_yaml(text: str, path: Path, *, what: str, if_empty: str) -> tuple[yaml
         *(yaml.YAMLError, ArithmeticError, AttributeError, LookupError),
         *(TypeError, ValueError, RecursionError),
     ) as error:
-        raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputFileError(f"{path}: not valid YAML: {said[:200]}.") from error
 
 
 def _check_events(text: str, path: Path, what: str) -> None:

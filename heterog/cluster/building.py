@@ -51,6 +51,7 @@ from heterog.cluster.schema import (
 from heterog.cluster.topology import SHIPPED_MODELS, Cluster, Execution, Sends, Tf32
 from heterog.errors import ClusterError, HeterogError, UnknownNameError
 from heterog.files import write_atomically
+from heterog.records import stated
 from heterog.units import (
     format_bytes,
     parse_bandwidth,
@@ -330,25 +331,26 @@ _USUAL = {"sends": Sends.OVERLAPPED, "execution": Execution.EAGER, "tf32": Tf32.
 
 
 def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "schema_version": 1,
-        "name": cluster.name,
-        "efficiency": float(cluster.efficiency),
+    calibration = cluster.calibration
+    if calibration is not None and calibration not in SHIPPED_MODELS:
+        calibration = os.path.relpath(calibration, path.parent)
+    unusual = {
+        field: str(getattr(cluster, field))
+        for field, usual in _USUAL.items()
+        if getattr(cluster, field) != usual
     }
-    if cluster.calibration is not None:
-        is_path = cluster.calibration not in SHIPPED_MODELS
-        record["calibration"] = (
-            os.path.relpath(cluster.calibration, path.parent) if is_path else cluster.calibration
-        )
-    for field, usual in _USUAL.items():
-        if getattr(cluster, field) != usual:
-            record[field] = str(getattr(cluster, field))
-    record["hosts"] = [_host_record(cluster, h) for h in range(cluster.num_hosts)]
-    if cluster.pairs:
-        record["pairs"] = pairs_record(cluster)
-    if cluster.prices is not None:
-        record["prices"] = cluster.prices.to_dict()
-    return record
+    return stated(
+        {
+            "schema_version": 1,
+            "name": cluster.name,
+            "efficiency": float(cluster.efficiency),
+            "calibration": calibration,
+            **unusual,
+            "hosts": [_host_record(cluster, h) for h in range(cluster.num_hosts)],
+            "pairs": pairs_record(cluster) if cluster.pairs else None,
+            "prices": cluster.prices and cluster.prices.to_dict(),
+        }
+    )
 
 
 def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
@@ -360,23 +362,22 @@ def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
         "latency": _text(host.intra.latency_s, _TIMES, parse_seconds),
         "shared": host.intra.shared,
     }
-    nic: dict[str, Any] = {
+    nic = {
         "line_rate": _text(host.nic_line_rate_bytes_per_s, _NIC_RATES, parse_bandwidth),
         "latency": _text(host.nic_latency_s, _TIMES, parse_seconds),
+        "count": host.num_nics if host.num_nics > 1 else None,
+        "collectives": asdict(host.collectives) if host.collectives else None,
     }
-    if host.num_nics > 1:
-        nic["count"] = host.num_nics
-    if host.collectives is not None:
-        nic["collectives"] = asdict(host.collectives)
-    record: dict[str, Any] = {
-        "name": host.name,
-        "devices": _device_records(cluster, host_index),
-        "intra": intra,
-        "nic": nic,
-    }
-    if host.cpu_quota is not None:
-        record["testbed"] = {"cpu_quota": float(host.cpu_quota)}
-    return record
+    quota = host.cpu_quota
+    return stated(
+        {
+            "name": host.name,
+            "devices": _device_records(cluster, host_index),
+            "intra": intra,
+            "nic": stated(nic),
+            "testbed": None if quota is None else {"cpu_quota": float(quota)},
+        }
+    )
 
 
 def _device_records(cluster: Cluster, host_index: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from heterog.graph.op_graph import GraphOp, OpGraph, Phase
 from heterog.graph.placement import OpCall, R, S, TensorRef
 from heterog.graph.sharding_rules import Special, propagate
 from heterog.graph.sharding_rules.pointwise import FILLS
-from heterog.graph.traced_constants import insert_before
+from heterog.graph.traced_constants import insert_before, node_read
 
 aten = torch.ops.aten
 
@@ -117,7 +117,7 @@ def index_whole_rows(module: fx.GraphModule) -> None:
         rows = _index_of_rows(node)
         if rows is None:
             continue
-        whole, is_zero = _node(node, 0), _is_zero(_node(node, 0))
+        whole, is_zero = node_read(node), _is_zero(node_read(node, 0))
         if node.target in (aten.gather.default, aten.index_select.default):
             made = insert_before(module, node, aten.index.Tensor, (whole, [rows]))
         else:
@@ -145,19 +145,19 @@ def _index_of_rows(node: fx.Node) -> fx.Node | None:
     """A list of the rows that an op takes or to which it adds; ``None`` if it is as it should."""
     if node.target is aten.index_put.default:
         rows: Any = node.args[1]
-        is_made = node.args[3:] != (True,) or len(rows) != 1 or _is_zero(_node(node, 0))
+        is_made = node.args[3:] != (True,) or len(rows) != 1 or _is_zero(node_read(node))
         return None if is_made else rows[0]
     if node.target not in _BY_ROWS or node.args[1] != 0 or node.kwargs:
         return None
-    index = _node(node, 2)
+    index = node_read(node, 2)
     num_rows = _shape(index)[:1]
     if len({_shape(each)[1:] for each in (*node.all_input_nodes, node)}) == 1 and (
         index.target in (aten.expand.default, aten.repeat.default)
-        and _shape(_node(index, 0)) == (*num_rows, 1)
+        and _shape(node_read(index)) == (*num_rows, 1)
     ):
-        index = _node(index, 0)
+        index = node_read(index)
         while index.target in _VIEWS and _shape(index) != num_rows:
-            index = _node(index, 0)
+            index = node_read(index)
     return index if len(num_rows) == 1 and _shape(index) == num_rows else None
 
 
@@ -196,13 +196,6 @@ _COPIES = RESHAPES | {"_to_copy.default", "clone.default"}
 _ZEROS = ("zeros.default", "new_zeros.default", "zeros_like.default")
 _EVEN = FILLS | {"zeros_like.default", "ones_like.default", "full_like.default"}
 """Ops whose result is the same in any order."""
-
-
-def _node(reader: fx.Node, place: int) -> fx.Node:
-    """A node's argument that is a node."""
-    node = reader.args[place]
-    assert isinstance(node, fx.Node)
-    return node
 
 
 class _OrderMatters(Exception):
@@ -251,7 +244,7 @@ class _Sorted:
             sort = self._nodes[self._op]
             places = self._add(sort, aten.arange.default, self._num_rows)
             for reader in list(sort.users):
-                reader.replace_all_uses_with(places if reader.args[1] else _node(sort, 0))
+                reader.replace_all_uses_with(places if reader.args[1] else node_read(sort))
             for op, made in self._instead:
                 self._nodes[op].replace_all_uses_with(made(self._nodes[op]))
 
@@ -353,7 +346,7 @@ class _Sorted:
         experts = self._graph.tensors[ends].shape[0]
         dims = self._dims.get(one), self._dims.get(other)
         target = torch.ops.heterog_rows.product.default
-        more: list[Any] = [_node(self._nodes[self._op], 0)]
+        more: list[Any] = [node_read(self._nodes[self._op])]
         if not self._are_ends(ends, experts):
             raise _OrderMatters
         if dims == (0, None):

@@ -38,10 +38,6 @@ def _mean_of_all(function: _Function, num_dims: int) -> _Function:
     return pool
 
 
-def _is_complex(window: Tensor | None) -> bool:
-    return window is not None and window.is_complex()
-
-
 def _by_frames(function: _Function, _: object) -> _Function:
     """``torch.stft`` of a signal that is padded already, by frames from ``unfold``."""
 
@@ -60,7 +56,8 @@ def _by_frames(function: _Function, _: object) -> _Function:
         length = n_fft if win_length is None else win_length
         is_odd = hop_length == 0 or not 0 < length <= n_fft or input.shape[-1] < n_fft
         is_odd |= window is not None and window.shape != (length,)
-        is_odd |= onesided is True and (input.is_complex() or _is_complex(window))
+        has_complex = input.is_complex() or (window is not None and window.is_complex())
+        is_odd |= onesided is True and has_complex
         if is_odd or return_complex is None or align_to_window:  # refused by torch, or deprecated
             return function(
                 input, n_fft, hop_length, win_length, window, normalized, onesided,

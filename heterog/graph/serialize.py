@@ -107,7 +107,7 @@ from heterog.files import read_json, write_json
 from heterog.graph.graph_reader import GraphReader, check_batch_plan
 from heterog.graph.graph_records import GraphRecord, arg_to_json
 from heterog.graph.op_graph import OpGraph
-from heterog.records import parse_record
+from heterog.records import parse_record, stated
 
 SCHEMA_VERSION = 1
 
@@ -195,23 +195,23 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
 
 def _rare_fields(graph: OpGraph) -> dict[str, Any]:
     """What most graphs do not have, as JSON values: master dtype, sparse matrices and the like."""
-    found: dict[str, Any] = {}
-    if graph.master_dtype:
-        found["master_dtype"] = graph.master_dtype
-    if any(graph.optimizer_step_ratios):
-        found["optimizer_step_ratios"] = list(map(float, graph.optimizer_step_ratios))
-    if graph.seen_scope:
-        found["update_scope"] = str(graph.seen_scope)
-    if graph.patterns:
-        found["patterns"] = [
-            {
-                "num_columns": pattern.num_columns,
-                "row_entries": np.diff(pattern.row_starts).tolist(),
-                "columns": pattern.columns.tolist(),
-            }
-            for pattern in graph.patterns
-        ]
-    return found
+    ratios = graph.optimizer_step_ratios
+    patterns = [
+        {
+            "num_columns": pattern.num_columns,
+            "row_entries": np.diff(pattern.row_starts).tolist(),
+            "columns": pattern.columns.tolist(),
+        }
+        for pattern in graph.patterns
+    ]
+    return stated(
+        {
+            "master_dtype": graph.master_dtype or None,
+            "optimizer_step_ratios": list(map(float, ratios)) if any(ratios) else None,
+            "update_scope": graph.seen_scope and str(graph.seen_scope),
+            "patterns": patterns or None,
+        }
+    )
 
 
 def graph_from_dict(record: object, where: str) -> OpGraph:

@@ -53,15 +53,14 @@ def multiply(
     return made.reshape(*samples, num_rows, num_features)
 
 
-def _shape_only(
-    dense: Tensor, row_starts: Tensor, columns: Tensor, weights: Tensor, pattern: str
-) -> Tensor:
-    *samples, _, num_features = dense.shape
-    return dense.new_empty((*samples, row_starts.shape[0] - 1, num_features))
-
-
 _LIBRARY.impl("product", multiply, "CompositeExplicitAutograd")
-torch.library.register_fake("heterog_sparse::product", _shape_only, lib=_LIBRARY)
+torch.library.register_fake(
+    "heterog_sparse::product",
+    lambda dense, row_starts, columns, weights, pattern: dense.new_empty(
+        (*dense.shape[:-2], row_starts.shape[0] - 1, dense.shape[-1])
+    ),
+    lib=_LIBRARY,
+)
 
 
 class _Product(torch.autograd.Function):

@@ -69,6 +69,13 @@ def insert_before(
     return node
 
 
+def node_read(reader: fx.Node, place: int = 0) -> fx.Node:
+    """An argument of a node that is a node."""
+    node = reader.args[place]
+    assert isinstance(node, fx.Node)
+    return node
+
+
 MADE_AT = "made_at"
 """Key of a node's annotation with the lines of code that made a constant."""
 

@@ -22,7 +22,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.graph.guards import guard_of_answer, guard_of_truth, is_number_of_guard
-from heterog.graph.traced_constants import insert_before
+from heterog.graph.traced_constants import insert_before, node_read
 
 _Truth = Callable[..., Tensor]
 Wrapped = tuple[tuple[Any, str, Callable[..., Callable[..., Any]], Any], ...]
@@ -240,16 +240,16 @@ class _Spread:
         """
         kind = _kind(node)
         if kind in _SAME_VALUES or kind == ("all" if holds else "any"):
-            yield from self.parts(_first(node), holds=holds)
-        elif kind in _NOT and _dtype(_first(node)) == torch.bool:
-            yield from self.parts(_first(node), holds=not holds)
+            yield from self.parts(node_read(node), holds=holds)
+        elif kind in _NOT and _dtype(node_read(node)) == torch.bool:
+            yield from self.parts(node_read(node), holds=not holds)
         elif kind in (_AND if holds else _OR) and _are_truths(node):
             for each in node.all_input_nodes:
                 yield from self.parts(each, holds=holds)
         elif (counted := _counted(node, holds=holds)) is not None:
             yield from self.parts(counted, holds=False)
         elif (extreme := _extreme(node, holds=holds)) is not None:
-            each = self._insert(node.target, (_first(extreme), node.args[1]))
+            each = self._insert(node.target, (node_read(extreme), node.args[1]))
             yield from self.parts(each, holds=holds)
         else:
             yield node if holds else self._insert(torch.ops.aten.logical_not.default, (node,))
@@ -273,12 +273,6 @@ def _kind(node: fx.Node) -> str:
     return str(target).split(".")[1] if is_aten else ""
 
 
-def _first(node: fx.Node) -> fx.Node:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
-
-
 def _dtype(node: fx.Node) -> torch.dtype | None:
     value = node.meta.get("val")
     return value.dtype if isinstance(value, Tensor) else None
@@ -295,9 +289,9 @@ def _compared(node: fx.Node) -> tuple[str, fx.Node, Any] | None:
     is_scalar = str(node.target).endswith(".Scalar") and len(node.args) == 2
     if not is_scalar or _kind(node) not in ("eq", "ne", "lt", "le", "gt", "ge"):
         return None
-    left = _first(node)
+    left = node_read(node)
     while _kind(left) in _SAME_VALUES:
-        left = _first(left)
+        left = node_read(left)
     return _kind(node), left, node.args[1]
 
 
@@ -312,9 +306,9 @@ def _counted(node: fx.Node, *, holds: bool) -> fx.Node | None:
     counting = compared[1]
     if _kind(counting) not in ("sum", "count_nonzero"):
         return None
-    source = _first(counting)
+    source = node_read(counting)
     while _kind(source) == "_to_copy" and _dtype(source) != torch.bool:
-        source = _first(source)  # booleans converted to numbers to be counted
+        source = node_read(source)  # booleans converted to numbers to be counted
     return source if _dtype(source) == torch.bool else None
 
 

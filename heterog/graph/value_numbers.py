@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_char
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ DATA_DEPENDENT = (
 """Errors of code that asks for values which are not known while a step is captured."""
 
 
+@dataclass(eq=False, slots=True)
 class Value:
     """The expression that computed a tensor; equal expressions are the same object.
 
@@ -47,10 +49,7 @@ class Value:
         varies: Whether it depends on inputs of the step or on random draws.
     """
 
-    __slots__ = ("varies",)
-
-    def __init__(self, varies: bool) -> None:
-        self.varies = varies
+    varies: bool
 
 
 Results = tuple[Value | None, ...]

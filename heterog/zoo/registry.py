@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,14 +178,10 @@ Builders = dict[str, Callable[[str, int], Workload]]
 """Functions of a module that make workloads from their name and a batch size, by name."""
 
 
-def _from(module: str, name: str) -> Callable[[int], Workload]:
-    """A builder that imports its module, and so torch, only when it is called."""
-
-    def build_now(batch_size: int) -> Workload:
-        builders: Builders = importlib.import_module(f"heterog.zoo.{module}").WORKLOADS
-        return builders[name](name, batch_size)
-
-    return build_now
+def _build(module: str, name: str, batch_size: int) -> Workload:
+    """Build a workload; imports its module, and so torch, only now."""
+    builders: Builders = importlib.import_module(f"heterog.zoo.{module}").WORKLOADS
+    return builders[name](name, batch_size)
 
 
 _TABLE = (
@@ -219,7 +216,7 @@ _ENTRIES = {
         default_batch_size=batch_size,
         num_parameters=num_parameters,
         description=description,
-        build=_from(module, name),
+        build=partial(_build, module, name),
     )
     for name, family, module, batch_size, num_parameters, description in _TABLE
 }

@@ -87,7 +87,7 @@ def _counts(call: OpCall, result: RuleResult, share: int, axis_size: int) -> dic
     def part(name: str, argument: str, dim: int) -> dict[str, Arg]:
         """Scale the count ``name`` if ``argument`` is split in ``dim``."""
         count, where = call.args.get(name), positions(call, argument)
-        if not where or not _is_split(result.inputs[where[0]], dim):
+        if not where or result.inputs[where[0]][:2] != ("S", dim):
             return {}
         if isinstance(count, tuple):
             sizes = (size for size in count if isinstance(size, int))
@@ -101,7 +101,3 @@ def _counts(call: OpCall, result: RuleResult, share: int, axis_size: int) -> dic
         groups = part("groups", "input", 1) if call.args["groups"] != 1 else {}
         return groups | part("bias_sizes", "grad_output", 1)
     return {}
-
-
-def _is_split(placement: Placement, dim: int) -> bool:
-    return placement.kind == "S" and placement.dim == dim
