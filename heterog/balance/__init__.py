@@ -11,8 +11,7 @@
   weighed and models that are not updated, ``leaving`` a rank that has left its loop alone;
   ``batch_norms`` is for ranks with few samples.
 - ``loss_means``, ``loss_probe`` and ``label_means`` find what a loss is a mean of,
-  ``across_samples`` losses that take statistics over samples, ``loss_terms`` the factors of what
-  a loss adds up.
+  ``loss_graph`` whether it takes statistics over samples, and the factors of what it adds up.
 - ``speeds`` measures the compute time of a rank between its waits, and fits it; ``rebalancing``
   decides when shares change, and changes them. ``group`` has the ranks of the job.
 - ``check`` runs a script with its samples divided in two ways and compares what comes out;

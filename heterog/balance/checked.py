@@ -19,7 +19,7 @@ import sys
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from heterog.balance.balancer import Balancer
 from heterog.balance.kept_files import KeptFiles, call_before
 from heterog.balance.loss_probe import FixedDraws
 from heterog.balance.sampler import ShareSampler
+from heterog.balance.updates import with_closure
 from heterog.errors import HeterogError, HeterogWarning, OwnSamplesWarning
 from heterog.graph.python_state import same_draws, seed_all
 from heterog.runtime.accelerators import CPU_BACKEND, device_count, is_accelerated
@@ -195,21 +196,23 @@ class Watch:
             self._optimizers.append(optimizer)
         if not self._has_begun:
             return None
-        closure = options.get("closure") or next(iter(arguments[1:]), None)
-        if not callable(closure):
+        is_noted = False
+
+        def noting(closure: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                nonlocal is_noted
+                value = closure(*given, **named)
+                if not is_noted:
+                    self._note_gradients(optimizer)
+                is_noted = True
+                return value
+
+            return call
+
+        changed = with_closure(arguments, options, noting)
+        if changed is None:
             self._note_gradients(optimizer)
-            return None
-        is_first = True
-
-        def call(*given: Any, **named: Any) -> Any:
-            nonlocal is_first
-            value = closure(*given, **named)
-            if is_first:
-                self._note_gradients(optimizer)
-            is_first = False
-            return value
-
-        return arguments[:1], {**options, "closure": call}
+        return changed
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         counts, asked = self._num_updates, self._task.num_updates

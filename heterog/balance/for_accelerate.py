@@ -16,11 +16,9 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply, send_to_device
-from torch import Tensor
 
 from heterog.balance.balancer import Balancer
 from heterog.balance.sampler import BalancedLoader, ShareSampler
@@ -123,13 +121,6 @@ class AcceleratedBalancer(Balancer):
         )
         if step is None or use_gather_object or self.group.num_ranks == 1:
             return self._gather(input_data, use_gather_object=use_gather_object)
-        gather = partial(self._gather_parts, samples=step.deal.samples)
+        # Without the fill-ins of ranks without samples.
+        gather = partial(self.group.join, counts=step.deal.samples)
         return recursively_apply(gather, input_data, error_on_other_type=True)
-
-    def _gather_parts(self, own: Tensor, samples: tuple[int, ...]) -> Tensor:
-        """Concatenate the parts of all ranks, without fill-ins of ranks without samples."""
-        padded = own.new_zeros((max(samples), *own.shape[1:]))
-        count = samples[self.group.rank]
-        padded[:count] = own[:count]
-        parts = self._accelerator.gather(padded).split(max(samples))
-        return torch.cat([part[:n] for part, n in zip(parts, samples, strict=True)])

@@ -56,12 +56,20 @@ class RankGroup:
         dist.all_reduce(total)
         return total.to(value.device)
 
-    def gather_tensors(self, value: Tensor) -> list[Tensor]:
-        """A tensor of every rank, by rank, on its own device; all of them have one shape."""
+    def join(self, value: Tensor, counts: Sequence[int]) -> Tensor:
+        """The first rows of each rank's tensor, one after another, on its own device.
+
+        Args:
+            value: This rank's tensor; all have the same columns.
+            counts: Number of rows of each rank.
+        """
+        own = value[: counts[self.rank]].detach()
         if not self._communicates():
-            return [value]
-        own = value.detach().to(wire_device()).contiguous()
-        return [each.to(value.device) for each in from_every_rank(own)]
+            return own
+        padded = own.new_zeros((max(counts), *own.shape[1:]), device=wire_device())
+        padded[: len(own)] = own
+        every = zip(from_every_rank(padded), counts, strict=True)
+        return torch.cat([part[:number] for part, number in every]).to(value.device)
 
     def broadcast(self, value: Tensor, rank: int) -> Tensor:
         """One rank's tensor, on this rank's device. All ranks call it, with equal shapes."""

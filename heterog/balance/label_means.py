@@ -25,14 +25,23 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from heterog.balance.across_samples import inputs_of, maker_of, reduction_of, rows_together
 from heterog.balance.group import RankGroup
-from heterog.balance.loss_terms import (
+from heterog.balance.loss_graph import (
+    MEAN,
     MOST_FACTORS,
+    NONE,
+    SUM,
     Factor,
     Ranks,
+    constant_of,
     factors_of,
+    inputs_of,
+    is_alike,
     is_normalised,
+    maker_of,
+    number_of,
+    reduction_of,
+    rows_together,
     summed,
     unlike_totals,
 )
@@ -40,8 +49,6 @@ from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning, OwnSamplesWarning
 
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
-_NONE, _MEAN, _SUM = 0, 1, 2
-"""Numbers of no reduction, a mean and a sum in ATen (``at::Reduction``)."""
 _ADDS = ("AddBackward", "SubBackward", "Neg", "ToCopyBackward")
 _OF_ELEMENTS = (*_ADDS, "MulBackward", "DivBackward", "PowBackward", "AbsBackward")
 _CURVES = ("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Abs", "Relu", "Softplus", "Sigmoid", "Tanh")
@@ -96,7 +103,7 @@ def check_mean_over_samples(loss: Tensor, samples: float) -> None:
             "the update shall be that of a sum, multiply the mean by balancer.global_batch_size."
         )
     for node, _ in _last_nodes(loss):
-        if node.name() in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
+        if node.name() in _CROSS_ENTROPIES and node._saved_reduction == MEAN:
             _check(node._saved_total_weight, node._saved_target.numel())
     if any(  # a term is the result of a custom autograd function
         isinstance(node, BackwardCFunction) for node, _ in _nodes(loss, None, _below_divided)
@@ -164,10 +171,8 @@ def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | 
     is_divided = node.name().startswith("DivBackward")
     if not is_divided and not node.name().startswith("MulBackward"):
         return []
-    if len(below) != 2 or (below[0] is None) == (below[1] is None):
-        return []
-    number = _number(node._saved_self if below[0] is None else node._saved_other)
-    if not number or (is_divided and below[0] is None):
+    number = number_of(constant_of(node))
+    if not number:
         return []
     by = number if is_divided else 1 / number
     return [(each, by * (divisor or 1.0)) for each in below if each is not None]
@@ -176,9 +181,9 @@ def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | 
 def _is_sum(node: Any, samples: float) -> bool:
     """Whether a node is the sum of a loss over all samples, as far as that is certain."""
     if node.name() != "SumBackward0":
-        return reduction_of(node) == _SUM
+        return reduction_of(node) == SUM
     below = inputs_of(node)[0][0]
-    if reduction_of(below) == _NONE:
+    if reduction_of(below) == NONE:
         return True
     sizes = node._saved_self_sym_sizes
     is_of_samples = len(sizes) > 0 and sizes[0] == samples
@@ -238,7 +243,7 @@ def _is_mean(node: Any) -> bool:
     """Whether a node is the mean of all elements of something."""
     if node.name() == "MeanBackward1":
         return len(node._saved_dim) in (0, len(node._saved_self_sym_sizes))
-    return node.name() == "MeanBackward0" or reduction_of(node) == _MEAN
+    return node.name() == "MeanBackward0" or reduction_of(node) == MEAN
 
 
 def _count_of(node: Any) -> float | None:
@@ -250,20 +255,12 @@ def _count_of(node: Any) -> float | None:
         return float(known)
     if not node.name().startswith("DivBackward"):
         return None
-    divisor = _number(node._saved_other)
+    divisor = number_of(node._saved_other)
     divided = inputs_of(node)[0][0]
     if divisor is None or divisor <= 0 or divided is None:
         return None
     is_whole = divisor >= 1 and divisor.is_integer()  # another number is a count only below a sum
     return divisor if is_whole or divided.name() == "SumBackward0" else None
-
-
-def _number(given: object) -> float | None:
-    """The value of a number or of a tensor with one element."""
-    if isinstance(given, Tensor) and (given.dim() or given.is_complex() or given.is_meta):
-        return None
-    number = float(given) if isinstance(given, Tensor | int | float) else math.nan
-    return number if math.isfinite(number) else None
 
 
 class _Alike(NamedTuple):
@@ -455,12 +452,9 @@ def _right_if(of: Of, per_sample: float | None, number: float | None) -> _Alike:
 
 
 def _alike(values: list[float]) -> float | None:
-    is_alike = all(math.isclose(each, values[0], rel_tol=_SAME) for each in values)
-    return values[0] if is_alike else None
+    return values[0] if is_alike(values) else None
 
 
-_SAME = 1e-5
-"""Largest relative difference of alike numbers: weights are sums, which round."""
 _UNLIKE = {
     Of.MEAN: "the loss is a mean over elements of which samples have unlike numbers ({}), but it "
     "is weighed by samples. Say over how many, weigh(loss, count=labels.numel()) for labels "

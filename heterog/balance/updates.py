@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ def watch_updates(weights: StepWeights, group: RankGroup) -> None:
 
     def before(optimizer: Optimizer, arguments: Any, options: Any) -> _Arguments | None:
         weights = held()
-        return None if weights is None else _with_checks(arguments, options, weights, group)
+        if weights is None:
+            return None
+        return with_closure(arguments, options, partial(_checked, weights=weights, group=group))
 
     def after(optimizer: Optimizer, arguments: Any, options: Any) -> None:
         weights = held()
@@ -84,16 +87,16 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
         )
 
 
-def _with_checks(
-    arguments: tuple[Any, ...], options: dict[str, Any], weights: StepWeights, group: RankGroup
+def with_closure(
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> _Arguments | None:
-    """The arguments of a step, optimizer first, with its closure checked; ``None`` without one."""
+    """The arguments of a step, optimizer first, with its closure changed; ``None`` without one."""
     if callable(options.get("closure")):
-        checked = _checked(options["closure"], weights, group)
-        return arguments, {**options, "closure": checked}
+        return arguments, {**options, "closure": change(options["closure"])}
     if len(arguments) > 1 and callable(arguments[1]):
-        checked = _checked(arguments[1], weights, group)
-        return (arguments[0], checked, *arguments[2:]), options
+        return (arguments[0], change(arguments[1]), *arguments[2:]), options
     return None
 
 

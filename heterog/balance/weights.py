@@ -225,16 +225,7 @@ def _mean_of_sparse(parameter: Tensor, gradient: Tensor | None, group: RankGroup
         own = gradient.coalesce()
         rows, values = own.indices()[0], own.values()
     counts = [int(count) for (count,) in group.gather([len(rows)])]
-    most = max(counts)
-    padded_rows = rows.new_zeros(most)
-    padded_rows[: len(rows)] = rows
-    padded_values = values.new_zeros(most, *values.shape[1:])
-    padded_values[: len(values)] = values
-    every_row = group.gather_tensors(padded_rows)
-    every_value = group.gather_tensors(padded_values)
     total = torch.sparse_coo_tensor(
-        torch.cat([each[:count] for each, count in zip(every_row, counts, strict=True)])[None],
-        torch.cat([each[:count] for each, count in zip(every_value, counts, strict=True)]),
-        parameter.shape,
+        group.join(rows, counts)[None], group.join(values, counts), parameter.shape
     )
     return (total / group.num_ranks).coalesce()

@@ -19,7 +19,7 @@ from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.python_state import random_states, same_draws
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
-from heterog.lowering.program import FloatArray, Program, TaskKind
+from heterog.lowering.program import FloatArray, TaskKind
 from heterog.modes.on_ranks import RankMode
 from heterog.runtime.accelerators import is_accelerated, keep_freed_memory, rank_device
 from heterog.runtime.step.alike import (
@@ -57,9 +57,11 @@ from heterog.runtime.step.late_ranks import LateRanks
 from heterog.runtime.step.local_op import local_ops
 from heterog.runtime.step.optimizer import LossScale, Masters, make_optimizer
 from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
 from heterog.runtime.step.replays import Replays
 from heterog.runtime.step.slices import buffers_of
+from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import StepOrder, step_order
 from heterog.runtime.step.whole_model import (
     ModelPart,
@@ -70,7 +72,6 @@ from heterog.runtime.step.whole_model import (
     share_constants,
 )
 from heterog.search.plan import Plan
-from heterog.strategy.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
@@ -147,7 +148,8 @@ class DeployedStep:
             "seed": str(seed),
         }
         compare(of_workload(workload, self.groups, asked), "when the plan is deployed")
-        self.part = self._make_part(program)
+        seen = RankProgram(graph, plan.strategy, program, self.rank)
+        self.part = self._make_part(seen)
         if not self.part.is_whole:
             self._model.register_forward_pre_hook(refuse_call)
         self.masters = Masters(workload.master_dtype, self.part.updated)
@@ -169,7 +171,7 @@ class DeployedStep:
         self.modes: tuple[RankMode, ...] = ()
         self._planned = planned_signature(graph)
         self._executor = self._make_executor(
-            self.captured, plan.strategy, program, plan.task_order, plan.sent_before
+            self.captured, seen, plan.task_order, plan.sent_before
         )
         self._by_shape = {self._planned: self._executor}
         self.modes = tuple(mode.on_rank(self) for mode in plan.strategy.modes)
@@ -225,15 +227,12 @@ class DeployedStep:
         """Whether all updates wait for the norm of all gradients."""
         return self._max_grad_norm is not None or self.loss_scale is not None
 
-    def _make_part(self, program: Program) -> ModelPart:
+    def _make_part(self, seen: RankProgram) -> ModelPart:
         """Take from the model the part that this rank holds."""
         graph, names = self.captured.graph, self._names
         named, group_of = dict(self._model.named_parameters()), group_numbers(self.groups)
         return ModelPart(
-            graph,
-            self.plan.strategy,
-            program,
-            self.rank,
+            seen,
             {tensor: named[names[tensor]] for tensor in graph.parameters},
             [group_of[names[tensor]] for _, tensor, _ in graph.updates],
         )
@@ -251,15 +250,13 @@ class DeployedStep:
     def _make_executor(
         self,
         captured: CapturedStep,
-        strategy: Strategy,
-        program: Program,
+        seen: RankProgram,
         task_order: Sequence[int],
         sent_before: Sequence[tuple[int, int]] = (),
     ) -> StepExecutor:
         """Make the executor that runs a program on this rank's part of the model."""
         share_constants(captured, self.device)
-        seen = RankProgram(captured.graph, strategy, program, self.rank)
-        self.communicator.open(device_sets(program, strategy))
+        self.communicator.open(device_sets(seen.program, seen.strategy))
         order = step_order(seen, task_order, clips=self._clips)
         return self.executor_of(captured, seen, order, sent_before)
 
@@ -288,23 +285,26 @@ class DeployedStep:
             for tensor in graph.parameters
             if graph.tensors[tensor].name in held
         }
-        return StepExecutor(
-            seen,
-            order.for_rank(seen),
+        rank = RankState(
+            part=seen,
             ops=local_ops(captured, axis_plan(graph, seen.strategy.op_rules), self.device),
             communicator=self.communicator,
             parameters=parameters,
             buffers=other_inputs(captured, self._model, parameters, self.device),
-            sent_before=sent_before,
-            optimizer=self.optimizer,
             slices=self.part.slices,
+            optimizer=self.optimizer,
             masters=self.masters,
+            random=RandomStream(self._seed, self.device),
+            device=self.device,
             push=self._keep_gradients if any(takers) else None,
+        )
+        return StepExecutor(
+            rank,
+            order.for_rank(seen),
+            sent_before=sent_before,
             read_parameter=read_parameter,
             max_grad_norm=self._max_grad_norm,
             loss_scale=self.loss_scale,
-            seed=self._seed,
-            device=self.device,
             # Other shapes are mostly of a last batch: compiling takes longer than running it.
             compiler=self.compiler if captured is self.captured else None,
         )
@@ -344,9 +344,8 @@ class DeployedStep:
                     clips=self._clips,
                 )
             check_same_everywhere(step.program.hash)
-            found = self._make_executor(
-                step.captured, step.strategy, step.program, range(step.program.num_tasks)
-            )
+            seen = RankProgram(step.captured.graph, step.strategy, step.program, self.rank)
+            found = self._make_executor(step.captured, seen, range(step.program.num_tasks))
             others = [each for each in self._by_shape if each != self._planned]
             if len(others) >= MAX_OTHER_SHAPES:
                 del self._by_shape[others[0]]
@@ -379,7 +378,7 @@ class DeployedStep:
         self._begin_step(batch)
         if self.is_free_running:
             self.settle()  # otherwise this rank could wait for one that waits for its gradients
-        program = self._executor.program
+        program = self.rank_program.program
         tasks = np.flatnonzero((program.kind == TaskKind.UPDATE) & (program.device == self.rank))
         dist.barrier()
         times = TaskTimes(dict(zip(program.subject[tasks].tolist(), tasks.tolist(), strict=True)))
@@ -428,7 +427,7 @@ class DeployedStep:
     @property
     def rank_program(self) -> RankProgram:
         """The program as this rank sees it."""
-        return self._executor.seen
+        return self._executor.part
 
     @property
     def feedback(self) -> ErrorFeedback:
@@ -472,7 +471,7 @@ class DeployedStep:
 
     def _train(self, batch: Any) -> Tensor:
         """Run the step that was begun."""
-        by_tensor = batch_by_tensor(self._executor.graph, batch)
+        by_tensor = batch_by_tensor(self.rank_program.graph, batch)
         for mode in self.modes:
             mode.begin_step()
         is_behind = is_accelerated(self.device)  # kernels wait for the copy; a CPU would not

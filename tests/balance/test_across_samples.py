@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from heterog.balance.across_samples import RowsTogether, rows_together
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts
+from heterog.balance.loss_graph import RowsTogether, rows_together
 from heterog.balance.replicas import ReplicaCheck
 from heterog.errors import HeterogWarning
 from heterog.runtime.step.alike import Replicas

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from heterog.balance.balancer import Balancer
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts
-from heterog.balance.loss_terms import Factor, factors_of, is_normalised
+from heterog.balance.loss_graph import Factor, factors_of, is_normalised
 from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning
 from tests.runtime.ranks import Ranks

@@ -97,7 +97,7 @@ def played(
             executor._interpreter.noted.clear()  # as before a first step
     left = len(executor._values.held)
     pieces = [piece for run in executor._pieces.values() for piece in run]
-    kinds = executor.seen.kinds
+    kinds = executor.part.kinds
     singles = [each for each in pieces if each.segment is None and each.turn.task >= 0]
     ops = [turn for turn in executor.turns if turn.task >= 0 and kinds[turn.task] in OP_KINDS]
     outside = sum(kinds[each.turn.task] in OP_KINDS for each in singles)

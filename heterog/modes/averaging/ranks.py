@@ -297,7 +297,7 @@ def _island_state(step: DeployedStep) -> list[tuple[str, Tensor]]:
     """Tensors of the optimizer's state that this rank saves for its island."""
     island, found = _island_of(step), []
     for row, stepped in _stepped_rows(step).items():
-        if step.rank != min(step.part.decision(row).teams[island]):
+        if step.rank != min(step.rank_program.decision(row).teams[island]):
             continue
         name, _ = name_and_shape(step, row)
         for key, value in step.optimizer.state.get(stepped, {}).items():

@@ -115,9 +115,11 @@ def encode_messages(
     tasks = tape.tasks[: tape.counts[NUM_TASKS]]
     tasks["codec"] = 0
     item_bytes = _item_bytes(tasks, tables)
+    traffic = _coded_traffic(tasks, tables, home)
     rule_of = np.full(len(tasks), -1, np.int32)
     for number, each in enumerate(coded):
-        mine = _messages_of(each, tasks, tables, home)
+        is_there = np.isin(tasks["channel"], (each.transfer, *each.reduces))
+        mine = is_there & (traffic == each.rule.traffic)
         if not mine.any():
             raise StrategyError(
                 f"the strategy has a codec, {each.rule}, but no such message travels there; "
@@ -152,29 +154,38 @@ def _item_bytes(tasks: npt.NDArray[np.void], tables: GraphTables) -> IntArray:
     return found
 
 
-def _messages_of(
-    each: CodedChannel, tasks: npt.NDArray[np.void], tables: GraphTables, home: IntArray
-) -> npt.NDArray[np.bool_]:
-    """Whether a rule applies to each task.  # [num_tasks]"""
-    kind, subject, channel = tasks["kind"], tasks["subject"], tasks["channel"]
-    traffic = each.rule.traffic
-    is_there = channel == each.transfer
-    if traffic == Traffic.PARAMETERS:
-        return np.asarray(is_there & (kind == TaskKind.PULL))
-    if traffic == Traffic.GRADIENTS:
-        found = (kind == TaskKind.ALL_REDUCE) & np.isin(channel, each.reduces)
-        found &= ~np.isin(subject, subject[kind == TaskKind.REDUCE_SCATTER])  # slices of groups
-        pushes = np.flatnonzero(is_there & (kind == TaskKind.PUSH))
-        row = subject[pushes]
-        is_added = tables.gradient_domain[row] == Domain.ALL
-        found[pushes[(home[row] == tasks["device"][pushes]) & is_added]] = True
-        return np.asarray(found)
-    found = np.zeros(len(tasks), np.bool_)
-    sends = np.flatnonzero(is_there & (kind == TaskKind.SEND) & (tasks["samples"] > 0))
-    slot = subject[sends]
-    backward = tables.op_is_backward[tables.value_op[tables.slot_value[slot]]] == 1
-    wanted = backward == (traffic == Traffic.ACTIVATION_GRADIENTS)
-    found[sends[wanted & (tables.slot_window[slot, 3] == 0)]] = True
+def traffic_of(kind: IntArray, subject: IntArray, tables: GraphTables) -> IntArray:
+    """Traffic that each task moves; -1 if it moves none that may have a codec.
+
+    Args:
+        kind: ``TaskKind`` of each task.  # [num_tasks]
+        subject: Subject of each task.  # [num_tasks]
+        tables: Tables of the graph.
+
+    Returns:
+        # [num_tasks]
+    """
+    found = np.full(len(kind), -1, np.int32)
+    sends = kind == TaskKind.SEND
+    is_backward = tables.op_is_backward[tables.value_op[tables.slot_value[subject[sends]]]] == 1
+    found[sends] = np.where(is_backward, Traffic.ACTIVATION_GRADIENTS, Traffic.ACTIVATIONS)
+    is_of_group = np.isin(subject, subject[kind == TaskKind.REDUCE_SCATTER])
+    found[(kind == TaskKind.ALL_REDUCE) & ~is_of_group] = Traffic.GRADIENTS
+    found[kind == TaskKind.PUSH] = Traffic.GRADIENTS
+    found[kind == TaskKind.PULL] = Traffic.PARAMETERS
+    return found
+
+
+def _coded_traffic(tasks: npt.NDArray[np.void], tables: GraphTables, home: IntArray) -> IntArray:
+    """Like ``traffic_of``, without messages that have no codec where they travel or end."""
+    kind, subject = tasks["kind"], tasks["subject"]
+    found = traffic_of(kind, subject, tables)
+    sends, pushes = np.flatnonzero(kind == TaskKind.SEND), np.flatnonzero(kind == TaskKind.PUSH)
+    has_window = tables.slot_window[subject[sends], 3] != 0
+    found[sends[has_window | (tasks["samples"][sends] <= 0)]] = -1
+    row = subject[pushes]
+    is_added = tables.gradient_domain[row] == Domain.ALL
+    found[pushes[~is_added | (home[row] != tasks["device"][pushes])]] = -1
     return found
 
 

@@ -29,11 +29,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heterog.errors import StrategyError
-from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.program import Program
 from heterog.lowering.tables import GraphTables
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Candidate
 from heterog.modes.averaging.value import Averaging, averaged_buckets
+from heterog.modes.codecs.messages import traffic_of
 from heterog.modes.codecs.value import (
     MOST_REDUCTION,
     Codec,
@@ -91,25 +92,11 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
         tables: Tables from which it was lowered.
     """
     seconds: dict[tuple[Traffic, tuple[int, ...]], float] = {}
-    # Sums between slice groups have no codec.
-    scattered = set(program.subject[program.kind == TaskKind.REDUCE_SCATTER].tolist())
-    for task in np.flatnonzero(program.channel >= 0).tolist():
-        kind, subject = TaskKind(int(program.kind[task])), int(program.subject[task])
-        if kind == TaskKind.SEND:
-            maker = int(tables.value_op[tables.slot_value[subject]])
-            is_backward = tables.op_is_backward[maker] == 1
-            traffic = Traffic.ACTIVATION_GRADIENTS if is_backward else Traffic.ACTIVATIONS
-        elif kind == TaskKind.ALL_REDUCE and subject in scattered:
-            continue
-        elif kind in (TaskKind.PUSH, TaskKind.ALL_REDUCE):
-            traffic = Traffic.GRADIENTS
-        elif kind == TaskKind.PULL:
-            traffic = Traffic.PARAMETERS
-        else:
-            continue
+    traffic = traffic_of(program.kind, program.subject, tables)
+    for task in np.flatnonzero(traffic >= 0).tolist():
         channel = program.channels[int(program.channel[task])]
         per_byte = evaluator.prices.pricer.seconds(channel).seconds_per_byte
-        key = traffic, channel.devices
+        key = Traffic(int(traffic[task])), channel.devices
         seconds[key] = seconds.get(key, 0.0) + float(program.num_bytes[task]) * per_byte
     found = [
         Boundary(

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,9 +57,11 @@ from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.local_op import local_ops
 from heterog.runtime.step.optimizer import Masters, make_optimizer
 from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recorder import Recorder
+from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import step_order
-from heterog.runtime.step.whole_model import other_inputs
+from heterog.runtime.step.whole_model import ModelPart, other_inputs
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 
@@ -275,26 +276,27 @@ def profile_ops(
     model = workload.make_model().to(device)
     named = dict(model.named_parameters())
     parameters = {tensor: named[graph.tensors[tensor].name] for tensor in graph.parameters}
-    buffers = other_inputs(captured, model, parameters, device)
-    masters = Masters(workload.master_dtype, list(parameters.values()))
     groups = parameter_groups(workload, model)
     group_of = group_numbers(groups)
-    in_groups = [group_of[graph.tensors[tensor].name] for tensor in parameters]
-    optimizer = make_optimizer(workload, groups, masters.stepped, in_groups)
-    part = RankProgram(graph, _strategy(graph, samples), program, 0)
-    make = partial(
-        StepExecutor,
-        part,
-        step_order(part, range(program.num_tasks), clips=False).for_rank(part),
+    seen = RankProgram(graph, _strategy(graph, samples), program, 0)
+    in_groups = [group_of[graph.tensors[tensor].name] for _, tensor, _ in graph.updates]
+    part = ModelPart(seen, parameters, in_groups)
+    masters = Masters(workload.master_dtype, part.updated)
+    optimizer = make_optimizer(workload, groups, masters.stepped, part.updated_groups)
+    state = RankState(
+        part=seen,
         ops=local_ops(captured, axis_plan(graph), device),
         communicator=LoopbackCommunicator(),
         parameters=parameters,
-        buffers=buffers,
+        buffers=other_inputs(captured, model, parameters, device),
+        slices=part.slices,
         optimizer=optimizer,
         masters=masters,
+        random=RandomStream(0, device),
         device=device,
     )
-    executor = make()
+    order = step_order(seen, range(program.num_tasks), clips=False).for_rank(seen)
+    executor = StepExecutor(state, order)
     batch = {
         tensor: value.to(device)
         for tensor, value in batch_by_tensor(captured.graph, workload.make_batch()).items()
@@ -303,7 +305,7 @@ def profile_ops(
     step_s = _timed(executor, batch, clock)
     seconds: Mapping[int, Sequence[float]] = clock.seconds()
     if compiles:
-        executor = make(compiler=Compiler())
+        executor = StepExecutor(state, order, compiler=Compiler())
         executor.times_segments = True
         clock = _Clock(device, quota)
         step_s = _timed(executor, batch, clock)

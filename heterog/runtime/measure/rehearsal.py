@@ -31,7 +31,10 @@ from heterog.modes.mode import fault_of_modes
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.executor import StepExecutor, device_sets
 from heterog.runtime.step.local_op import LocalOp, Share, local_ops
+from heterog.runtime.step.optimizer import Masters
 from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
+from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder, step_order
 from heterog.runtime.step.whole_model import ModelPart
 from heterog.search.issue_order import IssuedStep, Rehearse
@@ -325,7 +328,7 @@ class Stage:
             tensor: nn.Parameter(_empty(graph, tensor), requires_grad=False)
             for tensor in graph.parameters
         }
-        part = ModelPart(graph, self.strategy, self.program, seen.rank, held)
+        part = ModelPart(seen, held)
         buffers = {
             tensor: held[tensor].detach() if tensor in held else _empty(graph, tensor)
             for tensor in range(graph.num_inputs)
@@ -335,21 +338,26 @@ class Stage:
         communicator = RehearsedCommunicator(
             seen.rank, self.device_sets, self.wire, self.program.host_of
         )
+        state = RankState(
+            part=seen,
+            ops=ops,
+            communicator=communicator,
+            parameters=part.parameters,
+            buffers=buffers,
+            slices=part.slices,
+            optimizer=_RehearsedOptimizer(updated, {}),
+            masters=Masters(None, ()),
+            random=RandomStream(0, META),
+            device=META,
+        )
 
         def make_executor(read: Callable[[int], Tensor] | None) -> StepExecutor:
             return StepExecutor(
-                seen,
+                state,
                 self.orders[seen.rank],
-                ops=ops,
-                communicator=communicator,
-                parameters=part.parameters,
-                buffers=buffers,
                 sent_before=sent_before if read is None else (),
-                optimizer=_RehearsedOptimizer(updated, {}),
-                slices=part.slices,
                 read_parameter=read,
                 max_grad_norm=1.0 if clips else None,
-                device=META,
             )
 
         added = [mode.add_rank(seen, part, communicator, make_executor) for mode in self.modes]

@@ -96,10 +96,11 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
         for devices in cluster.host_devices
     ]
     named = [next(rank.host for rank in ranks if rank.machine == each) for each in machines]
+    places = [[_places_on(host, own) for host in hosts] for own in has]
     fits = np.array([
-        [_fits(own, host) and name in ("", cluster.hosts[number].name)
-         for number, host in enumerate(hosts)]
-        for own, name in zip(has, named, strict=True)
+        [there is not None and name in ("", host.name)
+         for there, host in zip(on_hosts, cluster.hosts, strict=True)]
+        for on_hosts, name in zip(places, named, strict=True)
     ])  # fmt: skip
     order = np.abs(np.arange(len(has))[:, None] - np.arange(len(hosts)))
     chosen = linear_sum_assignment(np.where(fits, order, len(has) * len(hosts) ** 2))[1]
@@ -116,33 +117,26 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
             )
     found = [0] * len(ranks)
     for machine, host in enumerate(chosen.tolist()):
-        free = list(cluster.host_devices[host])
         members = [n for n, rank in enumerate(ranks) if rank.machine == machines[machine]]
-        for number in sorted(members, key=lambda each: ranks[each].device == _ANY):
-            place = next(
-                each
-                for each in free
-                if _is_type(ranks[number].device, cluster.devices[each].type.name)
-            )
-            free.remove(place)
-            found[number] = place
+        for number, place in zip(members, places[machine][host] or (), strict=True):
+            found[number] = cluster.host_devices[host][place]
     return found
 
 
-def _fits(own: Sequence[str], host: Sequence[str]) -> bool:
-    """Whether a machine has a host's devices, as far as their types are known."""
-    left = list(host)
-    for device in sorted(own, key=lambda each: each == _ANY):
-        kind = next((each for each in left if _is_type(device, each)), None)
-        if kind is None:
-            return False
-        left.remove(kind)
-    return not left
+def _places_on(host: Sequence[str], own: Sequence[str]) -> list[int] | None:
+    """Place of each device of a machine on a host; ``None`` unless it has just the host's devices.
 
-
-def _is_type(device: str, device_type: str) -> bool:
-    """Whether a rank's device is of a type, or a processor, which may stand for any."""
-    return device == _ANY or may_mean(device, device_type)
+    A processor stands for a device of any type.
+    """
+    left, found = list(range(len(host))), [0] * len(own)
+    for number in sorted(range(len(own)), key=lambda each: own[each] == _ANY):
+        kind = own[number]
+        place = next((each for each in left if kind == _ANY or may_mean(kind, host[each])), None)
+        if place is None:
+            return None
+        left.remove(place)
+        found[number] = place
+    return None if left else found
 
 
 def _own_device() -> str:

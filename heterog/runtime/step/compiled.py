@@ -284,30 +284,23 @@ def as_compiled(
         return backend(trace(*given), given)
 
 
-def _scaled(other: Any, alpha: float, value: Tensor) -> Any:
-    """The second summand with its factor, in the dtype in which ``torch.add`` takes both."""
-    is_tensor = isinstance(other, Tensor)
-    return (other.to(torch.result_type(value, other)) if is_tensor else other) * alpha
+def _spelt_out(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A sum or difference whose second summand has a factor, which is a product of its own.
+
+    The product has the dtype in which ``torch.add`` takes both summands.
+    """
+
+    def call(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
+        if alpha == 1:
+            return NotImplemented
+        is_tensor = isinstance(other, Tensor)
+        scaled = (other.to(torch.result_type(value, other)) if is_tensor else other) * alpha
+        return combine(value, scaled)
+
+    return call
 
 
-def _add(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else value + _scaled(other, alpha, value)
-
-
-def _add_in_place(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else value.add_(_scaled(other, alpha, value))
-
-
-def _sub(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else value - _scaled(other, alpha, value)
-
-
-def _sub_in_place(value: Tensor, other: Any, *, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else value.sub_(_scaled(other, alpha, value))
-
-
-def _sub_from(value: Tensor, other: Tensor, *, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == 1 else other - _scaled(value, alpha, other)
+_sub = _spelt_out(operator.sub)
 
 
 def _sum(
@@ -320,32 +313,29 @@ def _cumulative_sum(value: Tensor, dim: int, *, dtype: torch.dtype | None = None
     return NotImplemented if dtype is None else value.to(dtype).cumsum(dim).to(dtype)
 
 
-def _layer_norm(
-    value: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Any:
-    if weight is None or weight.dtype == value.dtype:
-        return NotImplemented
-    wide = torch.ops.aten.native_layer_norm(value.to(weight.dtype), shape, weight, bias, eps)
-    return wide[0].to(value.dtype), *wide[1:]
+def _wide_norm(norm: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """A norm that converts its input to the dtype of its weight, the argument at a place."""
 
+    def call(value: Tensor, *given: Any) -> Any:
+        weight: Tensor | None = given[at]
+        if weight is None or weight.dtype == value.dtype:
+            return NotImplemented
+        wide = norm(value.to(weight.dtype), *given)
+        return wide[0].to(value.dtype), *wide[1:]
 
-def _group_norm(value: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Any:
-    if weight is None or weight.dtype == value.dtype:
-        return NotImplemented
-    wide = torch.ops.aten.native_group_norm(value.to(weight.dtype), weight, bias, *sizes)
-    return wide[0].to(value.dtype), *wide[1:]
+    return call
 
 
 _SPELT_OUT: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
-    torch.ops.aten.add.Tensor: _add,
-    torch.ops.aten.add_.Tensor: _add_in_place,
+    torch.ops.aten.add.Tensor: _spelt_out(operator.add),
+    torch.ops.aten.add_.Tensor: _spelt_out(Tensor.add_),
     torch.ops.aten.sub.Tensor: _sub,
-    torch.ops.aten.sub_.Tensor: _sub_in_place,
-    torch.ops.aten.rsub.Tensor: _sub_from,
+    torch.ops.aten.sub_.Tensor: _spelt_out(Tensor.sub_),
+    torch.ops.aten.rsub.Tensor: lambda value, other, **alpha: _sub(other, value, **alpha),
     torch.ops.aten.sum.dim_IntList: _sum,
     torch.ops.aten.cumsum.default: _cumulative_sum,
-    torch.ops.aten.native_layer_norm.default: _layer_norm,
-    torch.ops.aten.native_group_norm.default: _group_norm,
+    torch.ops.aten.native_layer_norm.default: _wide_norm(torch.ops.aten.native_layer_norm, 1),
+    torch.ops.aten.native_group_norm.default: _wide_norm(torch.ops.aten.native_group_norm, 0),
 }
 """Ops with their keyword arguments, and with conversions of their inputs, as ops of their own.
 

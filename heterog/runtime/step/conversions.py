@@ -12,10 +12,10 @@ from heterog.graph.placement import Placement, R, Window
 from heterog.graph.sharding_rules import local_shape
 from heterog.lowering.program import Program, TaskKind
 from heterog.lowering.sparse_tables import matrix_of
-from heterog.runtime.step.collectives import Communicator, Pending
-from heterog.runtime.step.local_op import LocalOp
+from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.losses import Losses
 from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.spans import (
     EVERY,
     RowSet,
@@ -45,26 +45,17 @@ class Conversions:
     """Runs the tasks that bring a value to its readers' devices, in the form that they need.
 
     Args:
-        part: The program as this rank sees it.
-        ops: The op of every index.
+        rank: What the rank runs the program with.
         values: Values of the current step.
         losses: Loss of the current step; gets the weight of all labels.
-        communicator: Communication with the other ranks.
     """
 
-    def __init__(
-        self,
-        part: RankProgram,
-        ops: Mapping[int, LocalOp],
-        values: Values,
-        losses: Losses,
-        communicator: Communicator,
-    ) -> None:
-        self._part = part
-        self._ops = ops
+    def __init__(self, rank: RankState, values: Values, losses: Losses) -> None:
+        part = self._part = rank.part
+        self._ops = rank.ops
         self._values = values
         self._losses = losses
-        self._communicator = communicator
+        self._communicator = rank.communicator
         sparse = part.tables.sparse
         self._patterns = [matrix_of(sparse, number) for number in range(len(sparse.axis))]
         self.incomplete: dict[int, Sequence[Tensor]] = {}

@@ -12,33 +12,28 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.grouped import grouped
 from heterog.lowering.program import OP_KINDS, Program, TaskKind
 from heterog.modes.mode import Traffic
-from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.conversions import Conversions
 from heterog.runtime.step.gradients import ErrorFeedback, Gradients
 from heterog.runtime.step.interpreter import Interpreter
-from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.losses import Losses
 from heterog.runtime.step.optimizer import (
     LossScale,
-    Masters,
-    Push,
     StepUpdates,
     Updates,
     op_that_begins_backward,
 )
-from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recorder import Recorder as Recorder
 from heterog.runtime.step.segments import Piece, Segments, lying_as
-from heterog.runtime.step.slices import Slices
-from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder
 from heterog.runtime.step.values import HeldValue, Values
 from heterog.strategy.strategy import Strategy
@@ -48,27 +43,17 @@ class StepExecutor:
     """One rank's part of a training step, ready to be run again and again.
 
     Args:
-        part: The program as this rank sees it.
+        rank: What the rank runs the program with.
         order: Order of this rank's tasks; with clipping if ``max_grad_norm`` is given.
         sent_before: Pairs (transfer, op) of the plan; see ``sends_by_op``.
-        ops: Local op of every index, see ``local_ops``.
-        communicator: Communicator with process groups of every device set in the program.
-        parameters: Parameters of this rank, by tensor id.
-        buffers: Buffers and constants of the model, by tensor id.
-        optimizer: Optimizer of the parameters that this rank updates.
-        slices: Slices of parameters that this rank owns.
-        masters: The optimizer's copies of the tensors that it steps, if it has any.
-        push: Sink of gradients for updates elsewhere; if ``None``, the optimizer steps here.
         read_parameter: Reads a parameter, by tensor id, as the batch's forward pass has read it,
             if several batches are under way; if ``None``, parameters are read as they are.
         max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it.
         loss_scale: Scale of the loss, if it is scaled.
-        seed: Seed of random ops; the same on all ranks.
-        device: Device on which this rank computes; all given tensors are there.
         compiler: Compiles segments from the second step on; ``None`` runs them as they are.
 
     Attributes:
-        seen: The program as this rank sees it.
+        part: The program as this rank sees it.
         turns: This rank's tasks in a step, in order.
         num_steps: Number of steps called; random ops draw other numbers in each.
         feedback: Parts of this rank's gradients that codecs have left out so far.
@@ -78,77 +63,44 @@ class StepExecutor:
 
     def __init__(
         self,
-        part: RankProgram,
+        rank: RankState,
         order: StepOrder,
         *,
-        ops: Mapping[int, LocalOp],
-        communicator: Communicator,
-        parameters: Mapping[int, nn.Parameter],
-        buffers: Mapping[int, Tensor],
-        optimizer: torch.optim.Optimizer | None,
         sent_before: Sequence[tuple[int, int]] = (),
-        slices: Slices | None = None,
-        masters: Masters | None = None,
-        push: Push | None = None,
         read_parameter: Callable[[int], Tensor] | None = None,
         max_grad_norm: float | None = None,
         loss_scale: LossScale | None = None,
-        seed: int = 0,
-        device: torch.device | None = None,
         compiler: Compiler | None = None,
     ) -> None:
-        self.graph = part.graph
+        part = self.part = rank.part
         self.program = part.program
-        self.rank = part.rank
         self.num_steps = 0
         self.feedback = ErrorFeedback()
         self.times_segments = False
-        self.seen = part
+        self._rank = rank
         self._is_alone = read_parameter is None  # no other batch is under way
-        _check(part)
-        self._communicator = communicator
-        self._parameters = parameters
+        if refused := micro_batches_refused(part.graph, part.num_micro):
+            raise StrategyError(refused)
         self._max_grad_norm = max_grad_norm
         self._loss_scale = loss_scale
-        device = device or torch.device("cpu")
-        random = RandomStream(seed, device)
         facts, modes = (part.graph, part.strategy, part.rank), part.strategy.modes
         self._scale = None
         for scale in filter(None, (mode.gradient_scale(*facts) for mode in modes)):
-            self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
+            self._scale = torch.tensor(scale, dtype=torch.float64, device=rank.device)
         loss_parts = (mode.loss_part(*facts) for mode in modes)
         self._loss_part = next((each for each in loss_parts if each is not None), None)
         self.turns, self._end = order
-        self._slices = slices or Slices([], part.rank, {}, ())
-        self._updates = Updates(
-            self.seen,
-            parameters,
-            optimizer,
-            communicator,
-            device,
-            self._slices,
-            masters or Masters(None, ()),
-            push,
-        )
+        self._updates = Updates(rank)
         self._values = Values(
-            self.seen,
-            ops,
+            rank,
             [turn.task for turn in self.turns if turn.task >= 0 and not turn.of_step_before],
-            parameters=parameters,
-            read_parameter=read_parameter or self._updates.read,
-            buffers=buffers,
-            device=device,
+            read_parameter or self._updates.read,
         )
-        self._losses = Losses(self.seen, self._values)
-        self._conversions = Conversions(part, ops, self._values, self._losses, communicator)
+        self._losses = Losses(part, self._values)
+        self._conversions = Conversions(rank, self._values, self._losses)
+        begins_backward = op_that_begins_backward(part.graph) if loss_scale else None
         self._interpreter = Interpreter(
-            part,
-            ops,
-            self._values,
-            self._losses,
-            self._conversions,
-            random,
-            op_that_begins_backward(part.graph) if loss_scale else None,
+            rank, self._values, self._losses, self._conversions, begins_backward
         )
         self._sent_before = grouped(
             (task, send)
@@ -169,14 +121,10 @@ class StepExecutor:
         # With a barrier all parameters are complete when a step begins.
         is_late = not (self._is_alone and part.strategy.step_barrier)
         self._segments = Segments(
-            part=part,
+            rank=rank,
             values=self._values,
-            parameters=parameters,
             read_parameter=(read_parameter or self._updates.read) if is_late else None,
-            buffers=buffers,
             updates=self._updates,
-            random=random,
-            communicator=communicator,
             sent_before=self._sent_before,
             noted=self._interpreter.noted,
             compiler=compiler,
@@ -190,7 +138,7 @@ class StepExecutor:
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._updates.recorder = recorder
-        self._communicator.recorder = recorder
+        self._rank.communicator.recorder = recorder
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -226,18 +174,10 @@ class StepExecutor:
         # Sends must end first: a sent parameter may change at the next update. Received values
         # that no task has read are freed.
         if self._is_alone:
-            self._communicator.flush()
+            self._rank.communicator.flush()
         self._losses.begin()
-        gradients = Gradients(
-            self.seen,
-            self._values,
-            self._parameters,
-            self._communicator,
-            self._slices,
-            self.feedback,
-        )
         self._step = StepUpdates(
-            gradients,
+            Gradients(self._rank, self._values, self.feedback),
             self._updates.options(),
             scale=self._scale,
             loss_scale=1.0 if self._loss_scale is None else self._loss_scale.scale,
@@ -289,7 +229,7 @@ class StepExecutor:
         elif step is not None:  # the first step has none before it
             self._play(task, step)
             if task >= 0 and not of_step_before:
-                for buffer in self.seen.reads(task):
+                for buffer in self.part.reads(task):
                     if self._values.is_last_reader(task, buffer):
                         self._values.held.pop(buffer, None)
 
@@ -297,15 +237,15 @@ class StepExecutor:
         """Sum the parts of the loss of all ranks, or of the ranks that a mode names."""
         total = self._losses.total
         if self._loss_part is None:
-            return self._communicator.sum_over_all(total)
+            return self._rank.communicator.sum_over_all(total)
         factor, devices = self._loss_part
         total *= factor
-        return self._communicator.all_reduce(total, devices) if len(devices) > 1 else None
+        return self._rank.communicator.all_reduce(total, devices) if len(devices) > 1 else None
 
     def end(self) -> Tensor:
         """End a step after its last turn; returns the loss."""
         self._interpreter.write_counters()
-        if self.seen.strategy.step_barrier:
+        if self.part.strategy.step_barrier:
             self._updates.finish()
         else:
             self._updates.step()
@@ -357,9 +297,9 @@ class StepExecutor:
     def close(self) -> None:
         """End all communication once no rank has any under way; every rank has to call it."""
         self.flush()
-        self._communicator.flush()
+        self._rank.communicator.flush()
         dist.barrier()
-        self._communicator.close()
+        self._rank.communicator.close()
 
     def abandon(self) -> None:
         """Wait for issued communication without finishing updates; needs no other rank's call.
@@ -371,7 +311,7 @@ class StepExecutor:
             with torch.no_grad():
                 step.gradients.wait_for_issued()
                 self._updates.wait_for_issued()
-                self._communicator.flush()
+                self._rank.communicator.flush()
 
     def _play(self, task: int, step: StepUpdates) -> None:
         """Run one task, in the state of the step that it belongs to."""
@@ -389,7 +329,7 @@ class StepExecutor:
 
     def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
         kind = self._kind[task]
-        if bucket in self.seen.sliced:
+        if bucket in self.part.sliced:
             if kind == TaskKind.REDUCE_SCATTER:
                 step.gradients.scatter(task, bucket, micro)
             else:
@@ -400,13 +340,13 @@ class StepExecutor:
     def _encode(self, task: int, subject: int, micro: int, step: StepUpdates) -> None:
         if self.program.encodes_value(task):
             self._conversions.run(task, subject, micro)
-        elif self.seen.rule(task).traffic == Traffic.PARAMETERS:
+        elif self.part.rule(task).traffic == Traffic.PARAMETERS:
             self._updates.encode(task, subject)
         else:
             step.gradients.encode(task, subject)
 
     def _decode_sum(self, task: int, subject: int, _: int, step: StepUpdates) -> None:
-        if self.seen.rule(task).traffic == Traffic.PARAMETERS:
+        if self.part.rule(task).traffic == Traffic.PARAMETERS:
             self._updates.decode(subject)
         else:
             step.gradients.decode(task)
@@ -420,19 +360,20 @@ class StepExecutor:
 
     def _gather(self, task: int, number: int, micro: int, step: StepUpdates) -> None:
         """Gather the parameters of a bucket, to keep them or for the next ops that read them."""
-        if self.seen.ends_update(task):
+        if self.part.ends_update(task):
             self._updates.gather(number)
             return
-        bucket = self.seen.sliced[number]
-        made = {int(self.program.buffer_device[b]): b for b in self.seen.made(task)}
-        own = self._slices.own[number].detach()
-        whole = self._communicator.gather_slices(own, bucket.devices, bucket.counts, list(made))
+        bucket = self.part.sliced[number]
+        made = {int(self.program.buffer_device[b]): b for b in self.part.made(task)}
+        own = self._rank.slices.own[number].detach()
+        communicator, devices = self._rank.communicator, bucket.devices
+        whole = communicator.gather_slices(own, devices, bucket.counts, list(made))
         if whole is not None:
-            self._values.held[made[self.rank]] = HeldValue(whole)
+            self._values.held[made[self.part.rank]] = HeldValue(whole)
 
     def _run_op(self, task: int, row: int, micro: int, step: StepUpdates) -> None:
         for send in self._sent_before.get(task, ()):
-            self._communicator.wait_for_send(send)
+            self._rank.communicator.wait_for_send(send)
         self._interpreter.run(task, row, micro, step, self.num_steps)
 
 
@@ -467,13 +408,6 @@ _ACTIONS: Mapping[TaskKind, _Action] = {
 }
 """Runs a task of each kind; takes the executor, the task, its subject, its micro-batch and the
 state of the step."""
-
-
-def _check(part: RankProgram) -> None:
-    """Refuse micro-batches that the graph's ops do not allow."""
-    refused = micro_batches_refused(part.graph, part.num_micro)
-    if refused:
-        raise StrategyError(refused)
 
 
 def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:

@@ -10,7 +10,7 @@ left out, in the gradient's dtype. Activations have no feedback, because their e
 other samples in every step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from heterog.lowering.program import TaskKind
 from heterog.modes.mode import MessageCodec
 from heterog.runtime.step.collectives import Communicator, Pending, add_in_place, slice_counts
-from heterog.runtime.step.rank_program import Near, RankProgram
+from heterog.runtime.step.rank_program import Near
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recipes import Recipe
-from heterog.runtime.step.slices import SlicedBucket, Slices
+from heterog.runtime.step.slices import SlicedBucket
 from heterog.runtime.step.spans import Spans
 from heterog.runtime.step.values import Values
 from heterog.strategy.division import Ring
@@ -84,31 +85,18 @@ class Gradients:
     They may outlive their step: without a step barrier the next step finishes what this one began.
 
     Args:
-        part: The program as this rank sees it.
+        rank: What the rank runs the program with.
         values: Values of the step.
-        parameters: This rank's parameters, by tensor id.
-        communicator: Communication with the other ranks.
-        slices: Slices of parameters that this rank owns.
         feedback: Parts of gradients that codecs have left out in earlier steps.
 
     Attributes:
         own: Sums over this rank's micro-batches so far, by row.
     """
 
-    def __init__(
-        self,
-        part: RankProgram,
-        values: Values,
-        parameters: Mapping[int, Tensor],
-        communicator: Communicator,
-        slices: Slices,
-        feedback: ErrorFeedback,
-    ) -> None:
-        self._part = part
-        self._own_slices = slices
+    def __init__(self, rank: RankState, values: Values, feedback: ErrorFeedback) -> None:
+        self._rank, self._part = rank, rank.part
+        self._communicator = rank.communicator
         self._values = values
-        self._parameters = parameters
-        self._communicator = communicator
         self.own: dict[int, Tensor | Pending] = {}
         # By (row, micro-batch): a device that waits for an earlier one continues with the next.
         self._fresh: dict[tuple[int, int], Tensor | Pending] = {}
@@ -302,7 +290,7 @@ class Gradients:
             bucket.devices,
             bucket.counts,
             senders,
-            like=self._own_slices.own[number]
+            like=self._rank.slices.own[number]
             .detach()
             .new_empty(0, dtype=self._part.gradient_dtype(number)),
             before=before,
@@ -471,7 +459,7 @@ class Gradients:
         return torch.zeros_like(self._parameter(row), dtype=self._part.gradient_dtype(row))
 
     def _parameter(self, row: int) -> Tensor:
-        return self._parameters[self._part.graph.updates[row][1]]
+        return self._rank.parameters[self._part.graph.updates[row][1]]
 
 
 def decoded(

@@ -1,6 +1,6 @@
 """Runs ops one by one, as in a first step, and notes how each of them reads its inputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,10 +13,9 @@ from heterog.runtime.step.conversions import Conversions
 from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.losses import Losses
 from heterog.runtime.step.optimizer import StepUpdates
-from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recipes import Recipe
 from heterog.runtime.step.spans import Span, Spans
-from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.values import HeldValue, Reader, Values
 
 
@@ -68,12 +67,10 @@ class Interpreter:
     """Runs the ops of a rank.
 
     Args:
-        part: The program as this rank sees it.
-        ops: Local op of every index.
+        rank: What the rank runs the program with.
         values: Values of the step.
         losses: Parts of the loss.
         conversions: Completes outputs that a team makes together.
-        random: Random numbers of ops.
         begins_backward: The op whose output is scaled as the loss is; ``None`` if none is.
 
     Attributes:
@@ -82,24 +79,20 @@ class Interpreter:
 
     def __init__(
         self,
-        part: RankProgram,
-        ops: Mapping[int, LocalOp],
+        rank: RankState,
         values: Values,
         losses: Losses,
         conversions: Conversions,
-        random: RandomStream,
         begins_backward: int | None,
     ) -> None:
         self.noted: dict[int, NotedOp] = {}
-        self._part = part
-        self._ops = ops
+        self._rank, self._part = rank, rank.part
         self._values = values
         self._losses = losses
         self._conversions = conversions
-        self._random = random
         self._begins_backward = begins_backward
         self._due: dict[int, list[Tensor]] = {}  # buffers and their new values, by op
-        self._op: list[int] = part.tables.op_id.tolist()
+        self._op: list[int] = rank.part.tables.op_id.tolist()
 
     def write_counters(self) -> None:
         """Write what a step counts in buffers, once for all of its micro-batches."""
@@ -173,13 +166,13 @@ class Interpreter:
         if not local_op.is_random:
             return local_op(inputs, noted.share)
         # Seeded by the op's identity, so that recomputation draws the same numbers.
-        with self._random.drawing(number, local_op.index, noted.micro, rank=noted.draws_for):
+        with self._rank.random.drawing(number, local_op.index, noted.micro, rank=noted.draws_for):
             return local_op(inputs, noted.share)
 
     def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
         """Notes on a task before its op runs for the first time."""
         part, op = self._part, self._op[row]
-        spans, local_op = part.spans_of_task(task, op), self._ops[op]
+        spans, local_op = part.spans_of_task(task, op), self._rank.ops[op]
         reader = self._values.reader(spans, micro)
         is_again = part.kinds[task] is not TaskKind.COMPUTE
         share, units = reader.share or local_op.whole, reader.units

@@ -22,7 +22,7 @@ to the dtype of the stepped tensor before a step, and rounded after it. The step
 nothing (as with Megatron-LM's ``exp-avg-dtype``).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -36,12 +36,11 @@ from heterog.graph.step import CountedOptions, StepOptions
 from heterog.graph.workload import Workload
 from heterog.lowering.resident import STEPPED_BYTES, STEPPED_BYTES_CPU
 from heterog.runtime.accelerators import CPU
-from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.gradients import Gradients, decoded
 from heterog.runtime.step.pieces import pieces_of
-from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recorder import Recorder
-from heterog.runtime.step.slices import Slices
 
 
 def keep_state_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
@@ -188,9 +187,6 @@ class Masters:
                     value.copy_(self._copies[id(value)])
 
 
-Push = Callable[[Sequence[int], Sequence[Tensor]], None]
-"""Takes the gradients of some rows of ``graph.updates``."""
-
 _NORM_EPSILON = 1e-6
 """Same value as in ``torch.nn.utils.clip_grad_norm_``."""
 
@@ -238,44 +234,23 @@ class Updates:
     """Brings this rank's parameters up to date.
 
     Args:
-        part: The program as this rank sees it.
-        parameters: This rank's parameters by tensor id.
-        optimizer: Optimizer of the parameters that this rank updates; ``None`` if there are none.
-        communicator: Communication with the other ranks.
-        device: Device on which this rank computes.
-        slices: Slices that this rank owns.
-        masters: The optimizer's copies of the tensors that it steps.
-        push: Takes gradients for a server's optimizer; ``None`` if the optimizer steps here.
+        rank: What the rank runs the program with.
 
     Attributes:
         recorder: Recorder notified of every call of the optimizer, if set.
         norm: Norm of the gradients in the last step that was clipped.
     """
 
-    def __init__(
-        self,
-        part: RankProgram,
-        parameters: Mapping[int, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
-        communicator: Communicator,
-        device: torch.device,
-        slices: Slices,
-        masters: Masters,
-        push: Push | None = None,
-    ) -> None:
+    def __init__(self, rank: RankState) -> None:
         self.recorder: Recorder | None = None
         self.norm: Tensor | None = None
-        self._part = part
-        self._parameters = parameters
-        self._optimizer = optimizer
-        self._options = None if optimizer is None else CountedOptions(optimizer)
-        self._communicator = communicator
-        self._device = device
-        self._slices = slices
-        self._masters = masters
-        self._together = not part.graph.updates_elementwise  # all in one call
-        self._most_bytes = STEPPED_BYTES_CPU if device.type == CPU.type else STEPPED_BYTES
-        self._push = push
+        part = self._part = rank.part
+        self._rank = rank
+        self._parameters = rank.parameters
+        self._options = CountedOptions(rank.optimizer)
+        self._communicator = rank.communicator
+        is_on_cpu = rank.device.type == CPU.type
+        self._most_bytes = STEPPED_BYTES_CPU if is_on_cpu else STEPPED_BYTES
         self._owned = [
             row
             for row in range(len(part.graph.updates))
@@ -289,7 +264,7 @@ class Updates:
 
     def options(self) -> StepOptions:
         """The optimizer's options for a step that is called now."""
-        return StepOptions([] if self._options is None else self._options.now())
+        return StepOptions(self._options.now())
 
     def read(self, tensor: int) -> nn.Parameter:
         """A parameter, with all pending updates done."""
@@ -307,7 +282,7 @@ class Updates:
         """Send a bucket's new slices to all devices that keep its parameters whole."""
         sliced = self._part.sliced[bucket]
         self._gathering[bucket] = self._communicator.all_gather_slices(
-            self._slices.whole[bucket], sliced.devices, sliced.counts
+            self._rank.slices.whole[bucket], sliced.devices, sliced.counts
         )
 
     def update(self, row: int, step: StepUpdates) -> None:
@@ -322,7 +297,7 @@ class Updates:
         step.updated[bucket.number] = step.updated.get(bucket.number, 0) + 1
         if step.updated[bucket.number] == len(bucket.rows):
             total = step.gradients.slice_total(bucket.number)
-            runs = self._slices.runs[bucket.number]
+            runs = self._rank.slices.runs[bucket.number]
             targets = [(run.value, total[run.begin : run.end]) for run in runs]
             self._apply(step, targets, bucket.rows)
             del total, targets
@@ -386,13 +361,13 @@ class Updates:
                 is not finite is skipped.
         """
         # In double precision: squares of large norms overflow where the norms do not.
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        gradients = step.gradients
+        squares = torch.zeros((), dtype=torch.float64, device=self._rank.device)
+        gradients, slices = step.gradients, self._rank.slices
         parts = [gradients.total(row) for row in self._owned]
         parts += [
             gradients.slice_total(number)
-            for number, own in self._slices.own.items()
-            if own.numel() and self._slices.buckets[number].is_first
+            for number, own in slices.own.items()
+            if own.numel() and slices.buckets[number].is_first
         ]
         norms = [
             # The norm of small float16 numbers may itself be too large for float16.
@@ -440,10 +415,11 @@ class Updates:
         takes little memory beside the gradients. The results are the same if the optimizer steps
         parameters independently of each other.
         """
-        if self._push is not None or self._together:
+        graph = self._part.graph
+        if self._rank.push is not None or not graph.updates_elementwise:
             return [rows]
-        updates = self._part.graph.updates
-        sizes = [self._masters.of(self._parameters[updates[row][1]]).nbytes for row in rows]
+        masters = self._rank.masters
+        sizes = [masters.of(self._parameters[graph.updates[row][1]]).nbytes for row in rows]
         return in_parts(rows, sizes, self._most_bytes)
 
     def _apply(
@@ -456,32 +432,30 @@ class Updates:
             targets: Parameters or slices, each with the sum of its gradients.
             rows: Rows of ``graph.updates`` that are updated.
         """
-        if self._push is not None:
-            self._push(rows, [total for _, total in targets])
+        if self._rank.push is not None:
+            self._rank.push(rows, [total for _, total in targets])
             return
         if step.is_skipped:
             return
-        assert self._optimizer is not None
         if self.recorder is not None:
             self.recorder.begin_update(rows)
         together = []
         for parameter, total in targets:
-            whole = self._masters.of(parameter)
+            whole = self._rank.masters.of(parameter)
             if self._part.graph.is_stepped_in_pieces and whole.nbytes > self._most_bytes:
-                for piece, place in pieces_of(self._optimizer, whole, self._most_bytes):
+                for piece, place in pieces_of(self._rank.optimizer, whole, self._most_bytes):
                     self._call(step, [(piece, total[place])])
             else:
                 together.append((whole, total))
         if together:  # none on a rank whose slice is empty
             self._call(step, together)
-        self._masters.write_back(parameter for parameter, _ in targets)
+        self._rank.masters.write_back(parameter for parameter, _ in targets)
         if self.recorder is not None:
             self.recorder.end_update(rows)
 
     def _call(self, step: StepUpdates, pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         """Call the optimizer once, for tensors with the sums of their gradients."""
-        assert self._optimizer is not None
-        assert self._options is not None
+        optimizer = self._rank.optimizer
         for stepped, total in pairs:
             # The factor has the wider dtype, because 1/65536 has few digits in float16.
             gradient = lying_like(stepped, total)
@@ -491,8 +465,8 @@ class Updates:
                 gradient = gradient * scale.to(gradient.dtype)
             stepped.grad = gradient.to(stepped.dtype)
         memory = [(stepped, stepped.detach()) for stepped, _ in pairs]
-        with _only_with_gradients(self._optimizer), self._options.of(step.options):
-            self._optimizer.step()
+        with _only_with_gradients(optimizer), self._options.of(step.options):
+            optimizer.step()
         for stepped, own in memory:
             stepped.grad = None
             if stepped.data_ptr() != own.data_ptr():  # param.data = ..., and others read a view

@@ -1,7 +1,12 @@
-"""A program as one rank sees it: spans, buffers and tasks, looked up and fixed at deployment."""
+"""A program as one rank sees it: spans, buffers and tasks, looked up and fixed at deployment.
+
+The sources of tensors, and the placements in which ops need them, are found once for all ranks.
+"""
 
 import copy
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +15,7 @@ from torch import Tensor
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import IntArray, OpGraph
-from heterog.graph.placement import Placement
+from heterog.graph.placement import OpRules, Placement
 from heterog.graph.sharding_rules import local_shape
 from heterog.grouped import grouped
 from heterog.lowering import value_of_buffers
@@ -27,11 +32,10 @@ from heterog.lowering.program import (
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.lowering.value_reads import Recut
 from heterog.modes.mode import MessageRule, Traffic
-from heterog.runtime.step.op_inputs import needs, sources
 from heterog.runtime.step.slices import SlicedBucket, parameter_rings, sliced_buckets
 from heterog.runtime.step.spans import Spans, cut_span, join, spans_of_groups
 from heterog.strategy.division import Ring
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import Decision, Strategy
 
 _KINDS = {int(kind): kind for kind in TaskKind}
 # Looked up for every task, and members of an enum are slow in Python 3.11.
@@ -43,6 +47,98 @@ WINDOW = -1
 """Marks a value that holds rows of neighbours, in place of the extent to which it was gathered."""
 Near = dict[tuple[int, int], int]
 """Buffer of each value that a task reads, by (value, how much of it was gathered)."""
+
+
+class Source(NamedTuple):
+    """Where a tensor comes from, and how it is placed there.
+
+    Attributes:
+        maker: The op that makes it; -1 for a step input.
+        output: Its position among the outputs of that op.
+        is_view: Whether that op makes a view of its first input.
+        in_batch: Placement along the batch.
+        on_axis: Placement along the axis of the rule that made it, or along the batch.
+        is_ruled: Whether a rule made it.
+    """
+
+    maker: int
+    output: int
+    is_view: bool
+    in_batch: Placement
+    on_axis: Placement
+    is_ruled: bool
+
+
+class Need(NamedTuple):
+    """An input of an op, as the op needs it.
+
+    Attributes:
+        op: The op.
+        position: Position among its inputs.
+        tensor: The tensor.
+        whole: How much of the tensor it needs; see ``AxisPlan.whole_needed``.
+        in_batch: Needed placement along the batch.
+        on_axis: Needed placement along the axis of the op's rule, or along the batch.
+        is_ruled: Whether the op has a rule.
+    """
+
+    op: int
+    position: int
+    tensor: int
+    whole: int
+    in_batch: Placement
+    on_axis: Placement
+    is_ruled: bool
+
+
+@lru_cache(maxsize=8)
+def sources(graph: OpGraph, op_rules: OpRules = ()) -> tuple[Source, ...]:
+    """The source of each tensor of a step.
+
+    Args:
+        graph: The captured step.
+        op_rules: Rules of the strategy.
+    """
+    plan = axis_plan(graph, op_rules)
+    starts, views = graph.output_start.tolist(), graph.is_view.tolist()
+    axes = plan.tensor_axis.tolist()
+    return tuple(
+        Source(
+            maker=maker,
+            output=tensor - starts[maker] if maker >= 0 else tensor,
+            is_view=maker >= 0 and views[maker],
+            in_batch=plan.batch_placements[tensor],
+            on_axis=plan.placements[tensor],
+            is_ruled=axes[tensor] != BATCH_AXIS,
+        )
+        for tensor, maker in enumerate(graph.producer.tolist())
+    )
+
+
+@lru_cache(maxsize=8)
+def needs(graph: OpGraph, op_rules: OpRules = ()) -> tuple[tuple[Need, ...], ...]:
+    """The inputs of each op of a step.  # [num_ops][num_inputs]
+
+    Args:
+        graph: The captured step.
+        op_rules: Rules of the strategy.
+    """
+    plan = axis_plan(graph, op_rules)
+    return tuple(
+        tuple(
+            Need(
+                op=index,
+                position=position,
+                tensor=tensor,
+                whole=plan.whole_needed(index, position, tensor),
+                in_batch=plan.batch_needed(index, position),
+                on_axis=plan.needed[index][position],
+                is_ruled=axis != BATCH_AXIS,
+            )
+            for position, tensor in enumerate(op.inputs)
+        )
+        for index, (op, axis) in enumerate(zip(graph.ops, plan.op_axis.tolist(), strict=True))
+    )
 
 
 def gathered(bucket: int) -> tuple[int, int]:
@@ -66,21 +162,6 @@ _LEVELS = {
     IN_TEAM: (IN_TEAM, AS_MADE, EVERYTHING),
     EVERYTHING: (EVERYTHING, IN_TEAM, AS_MADE),
 }
-
-
-def sharded_parameters(graph: OpGraph, strategy: Strategy) -> dict[int, tuple[Placement, Spans]]:
-    """Placement and spans of parameters that live in slices, by row of ``graph.updates``."""
-    plan = axis_plan(graph, strategy.op_rules)
-    spans = spans_of_groups(strategy, plan.axes)
-    group = group_ops(graph).group
-    return {
-        row: (
-            plan.placements[parameter],
-            spans[int(plan.tensor_axis[parameter])][int(group[op])],
-        )
-        for row, (op, parameter, _) in enumerate(graph.updates)
-        if parameter in plan.sharded
-    }
 
 
 def _messages(program: Program) -> dict[int, int]:
@@ -162,6 +243,7 @@ class RankProgram:
         rings: The rings that add up each parameter's gradients, by row.
         bucket: Number of the bucket of each parameter's gradient, by row; -1 if it is in none.
         bucket_members: Rows of each bucket, in their order in it.
+        buckets: All buckets of the program whose parameters are updated in slices (ZeRO).
         sliced: Buckets that this rank updates in slices, by number.
         sliced_of_tensor: Buckets of ``sliced`` by tensor id of their parameters.
         is_mine: Whether this rank takes part in each task of the program.
@@ -180,7 +262,14 @@ class RankProgram:
         self.needs = needs(graph, strategy.op_rules)
         self._group = group_ops(graph).group
         self._spans = spans_of_groups(strategy, self.plan.axes)
-        self.sharded = sharded_parameters(graph, strategy)
+        self.sharded: dict[int, tuple[Placement, Spans]] = {
+            row: (
+                self.plan.placements[parameter],
+                self._spans[int(self.plan.tensor_axis[parameter])][int(self._group[op])],
+            )
+            for row, (op, parameter, _) in enumerate(graph.updates)
+            if parameter in self.plan.sharded
+        }
         spans = self._spans[BATCH_AXIS][0]
         sizes = [spans.size(micro) for micro in range(self.num_micro)]
         self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
@@ -202,7 +291,7 @@ class RankProgram:
             (bucket, row) for row, bucket in enumerate(self.bucket) if bucket >= 0
         )
         self.rings = parameter_rings(graph, strategy)
-        self._buckets = sliced_buckets(graph, strategy, program)
+        self.buckets = sliced_buckets(graph, strategy, program, self.rings)
         self.sliced: dict[int, SlicedBucket] = {}
         self.sliced_of_tensor: dict[int, SlicedBucket] = {}
         # As lists: single elements are looked up for every task.
@@ -243,7 +332,7 @@ class RankProgram:
         """Compute the fields that depend on the rank."""
         program = self.program
         self.rank = rank
-        self.sliced = {each.number: each for each in self._buckets if rank in each.devices}
+        self.sliced = {each.number: each for each in self.buckets if rank in each.devices}
         self.sliced_of_tensor = {
             self.graph.updates[row][1]: bucket
             for bucket in self.sliced.values()
@@ -305,9 +394,11 @@ class RankProgram:
             _, spans = self.sharded[row]
             return [device for device in spans.first_team() if spans.units_of(device)[1]]
         home = self.strategy.homes[row]
-        if home >= 0:
-            return [home]
-        return [self.strategy.decisions[int(self._group[self.graph.updates[row][0]])].devices[0]]
+        return [home if home >= 0 else self.decision(row).devices[0]]
+
+    def decision(self, row: int) -> Decision:
+        """The decision of a parameter's group."""
+        return self.strategy.decisions[int(self._group[self.graph.updates[row][0]])]
 
     def gradient_dtype(self, row: int) -> torch.dtype:
         """Dtype of a parameter's gradient, which may differ from the parameter's."""
@@ -323,8 +414,7 @@ class RankProgram:
         """Stage of ZeRO in which a parameter is updated in slices, 0 if it is not."""
         if self.bucket[row] < 0:
             return 0
-        group = int(self._group[self.graph.updates[row][0]])
-        return int(self.strategy.decisions[group].sync.sharded)
+        return int(self.decision(row).sync.sharded)
 
     def scatters_by_micro(self, row: int) -> bool:
         """Whether each micro-batch's gradient of a parameter is reduced."""
@@ -418,7 +508,7 @@ class RankProgram:
         """
         if self.strategy.homes[row] != device:
             return False
-        decision = self.strategy.decisions[int(self._group[self.graph.updates[row][0]])]
+        decision = self.decision(row)
         domain = int(self.tables.gradient_domain[row])
         has_one_team = len(decision.division.all_teams) == 1
         is_whole = domain == Domain.NOBODY or (domain == Domain.PEERS and has_one_team)

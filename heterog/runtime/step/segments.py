@@ -30,20 +30,19 @@ from types import CodeType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.immutable_collections import immutable_list
 
 from heterog.graph.placement import Placement, TensorRef
 from heterog.lowering.program import OP_KINDS, TaskKind
 from heterog.pricing.device_models.fusion import LEAST_OF_A_LAYER, layer_of
-from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.compiled import Compiler, is_computed_otherwise
 from heterog.runtime.step.interpreter import NotedOp
 from heterog.runtime.step.optimizer import StepUpdates, Updates
 from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recipes import Begin, Like, Recipe
 from heterog.runtime.step.replays import Replay
-from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import DueTask
 from heterog.runtime.step.values import HeldValue, Values
 
@@ -76,30 +75,27 @@ class Segments:
     """Makes segments of one rank's turns.
 
     Args:
-        part: The program as this rank sees it.
+        rank: What the rank runs the program with.
         values: Values of the step.
-        parameters: Parameters of this rank, by tensor id.
         read_parameter: Reads a parameter that may be under way; ``None`` if none ever is.
-        buffers: Buffers and constants of the model, by tensor id.
         updates: Gets the parameters that may be updated.
-        random: Random numbers of ops.
-        communicator: Communication with the other ranks.
         sent_before: Transfers that ops wait for, by task.
         noted: Notes on tasks that run ops, by task.
         compiler: Compiles segments; ``None`` runs them as they are.
     """
 
-    part: RankProgram
+    rank: RankState
     values: Values
-    parameters: Mapping[int, nn.Parameter]
     read_parameter: Callable[[int], Tensor] | None
-    buffers: Mapping[int, Tensor]
     updates: Updates
-    random: RandomStream
-    communicator: Communicator
     sent_before: Mapping[int, Sequence[int]]
     noted: Mapping[int, NotedOp]
     compiler: Compiler | None = None
+
+    @property
+    def part(self) -> RankProgram:
+        """The program as this rank sees it."""
+        return self.rank.part
 
     @cached_property
     def sent(self) -> frozenset[int]:
@@ -322,7 +318,7 @@ class _Writer:
     def _write_op(self, task: int, noted: NotedOp) -> None:
         outer, inner = self._outer, self._inner
         for send in self._given.sent_before.get(task, ()):
-            wait = outer.constant(self._given.communicator.wait_for_send)
+            wait = outer.constant(self._given.rank.communicator.wait_for_send)
             outer.add(f"{wait}({outer.constant(send)})")
         inputs = [self._read(recipe) for recipe in noted.inputs if recipe is not None]
         kernel = noted.local_op.kernel(noted.share)
@@ -339,7 +335,7 @@ class _Writer:
         indent = ""
         if noted.local_op.is_random:
             which = ", ".join(map(outer.constant, (noted.local_op.index, noted.micro)))
-            stream, rank = map(outer.constant, (self._given.random.drawing, noted.draws_for))
+            stream, rank = map(outer.constant, (self._given.rank.random.drawing, noted.draws_for))
             outer.add(f"with {stream}(number, {which}, rank={rank}):")
             indent = "    "
         if not kept:
@@ -424,11 +420,11 @@ class _Writer:
             if begin is Begin.BATCH:
                 text = f"batch[{constant(key)}]"
             elif begin is Begin.MODEL_BUFFER:
-                text = f"{constant(self._given.buffers)}[{constant(key)}]"
+                text = f"{constant(self._given.rank.buffers)}[{constant(key)}]"
             elif self._given.read_parameter is not None:
                 text = f"{constant(self._given.read_parameter)}({constant(key)})"
             else:
-                text = f"{constant(self._given.parameters)}[{constant(key)}]"
+                text = f"{constant(self._given.rank.parameters)}[{constant(key)}]"
             if self._compiles:
                 known = next((name for name, how in self._inputs.items() if how[0] == text), "")
                 name = known or self._new_name()

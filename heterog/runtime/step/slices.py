@@ -91,10 +91,11 @@ class SlicedBucket:
                 yield RowPart(row, first, last)
 
 
-def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list[SlicedBucket]:
-    """All buckets that are updated in slices."""
+def sliced_buckets(
+    graph: OpGraph, strategy: Strategy, program: Program, rings: Sequence[tuple[Ring, ...]]
+) -> list[SlicedBucket]:
+    """All buckets that are updated in slices; ``rings`` is the result of ``parameter_rings``."""
     group = group_ops(graph).group
-    rings = parameter_rings(graph, strategy)
     members: dict[int, list[int]] = {}
     for row, (op, _, _) in enumerate(graph.updates):
         decision = strategy.decisions[int(group[op])]

@@ -14,9 +14,9 @@ from heterog.graph.sharding_rules import local_shape
 from heterog.graph.sparse_pattern import Rows
 from heterog.lowering.program import OP_KINDS, RECUT_KINDS, SLOT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
-from heterog.runtime.step.local_op import LocalOp, Share
-from heterog.runtime.step.op_inputs import Need, Source
-from heterog.runtime.step.rank_program import WINDOW, Near, RankProgram, gathered, nearest
+from heterog.runtime.step.local_op import Share
+from heterog.runtime.step.rank_program import WINDOW, Near, Need, Source, gathered, nearest
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recipes import Begin, Notes, Recipe
 from heterog.runtime.step.spans import (
     EVERY,
@@ -80,13 +80,9 @@ class Values:
     """The values of a step on this rank.
 
     Args:
-        part: The program as this rank sees it.
-        ops: The op of every index, for the views between a value and its reader.
+        rank: What the rank runs the program with.
         tasks: This rank's tasks in a step, in order; a value is dropped after its last reader.
-        parameters: Tensor ids of the parameters that this rank holds.
         read_parameter: Returns a parameter by tensor id, with all pending updates done.
-        buffers: The model's buffers and constants, by tensor id.
-        device: Device on which this rank computes.
 
     Attributes:
         held: Contents of each buffer.
@@ -96,22 +92,17 @@ class Values:
 
     def __init__(
         self,
-        part: RankProgram,
-        ops: Mapping[int, LocalOp],
+        rank: RankState,
         tasks: Iterable[int],
-        *,
-        parameters: Iterable[int],
         read_parameter: Callable[[int], Tensor],
-        buffers: Mapping[int, Tensor],
-        device: torch.device,
     ) -> None:
-        self._part = part
+        part = self._part = rank.part
         self._sources, self._needs = part.sources, part.needs
-        self._ops = ops
-        self._parameters = frozenset(parameters)
+        self._ops = rank.ops
+        self._parameters = rank.parameters
         self._read_parameter = read_parameter
-        self._buffers = buffers
-        self.device = device
+        self._buffers = rank.buffers
+        self.device = rank.device
         self._last_reader: dict[int, int] = {}  # of each buffer that is ever read
         self._num_value_reads: dict[int, int] = {}  # by tasks that read it from ``held``
         self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it

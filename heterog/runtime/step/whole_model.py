@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep
-from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.op_graph import TensorKind
 from heterog.graph.workload import Workload
-from heterog.lowering.program import Program
-from heterog.runtime.step.rank_program import sharded_parameters
-from heterog.runtime.step.slices import Buffers, Slices, release, sliced_buckets
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.slices import Buffers, Slices, release
 from heterog.runtime.step.spans import cut, put
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.strategy import REPLICATED
 
 
 class ModelPart:
@@ -28,10 +26,7 @@ class ModelPart:
     parameters that live in slices become slices.
 
     Args:
-        graph: Graph of the step.
-        strategy: Strategy of the plan.
-        program: Program lowered from both.
-        rank: Number of this rank; ranks are device indices.
+        seen: The program as this rank sees it.
         parameters: All parameters of the model, by tensor id, on the rank's device.
         group_of: Number of the parameter group of each row of ``graph.updates``; by default the
             optimizer has one group.
@@ -50,20 +45,16 @@ class ModelPart:
 
     def __init__(
         self,
-        graph: OpGraph,
-        strategy: Strategy,
-        program: Program,
-        rank: int,
+        seen: RankProgram,
         parameters: Mapping[int, nn.Parameter],
         group_of: Sequence[int] | None = None,
     ) -> None:
+        graph, strategy, rank = seen.graph, seen.strategy, seen.rank
         self.group_of = [0] * len(graph.updates) if group_of is None else group_of
-        self._graph = graph
-        self._strategy = strategy
-        self._rank = rank
+        self._seen = seen
         owners = (mode.owners(graph, strategy) for mode in strategy.modes)
         self._owners: tuple[int, ...] = next(filter(None, owners), ())
-        self.sharded = sharded_parameters(graph, strategy)
+        self.sharded = seen.sharded
         for row, (place, spans) in self.sharded.items():
             # A slice with memory of its own, so that the whole parameter can be freed.
             value = parameters[graph.updates[row][1]]
@@ -79,7 +70,7 @@ class ModelPart:
         for _, tensor, _ in graph.updates:
             if tensor not in held:
                 release(parameters[tensor])
-        self.buckets = sliced_buckets(graph, strategy, program)
+        self.buckets = seen.buckets
         self.slices = Slices(
             self.buckets,
             rank,
@@ -104,25 +95,17 @@ class ModelPart:
     def is_whole(self) -> bool:
         """Whether this rank holds all parameters, none of them in slices only."""
         has_slices = bool(self.sharded) or any(bucket.stage == 3 for bucket in self.buckets)
-        return not has_slices and len(self.parameters) == len(self._graph.updates)
-
-    def decision(self, row: int) -> Decision:
-        """The decision of a parameter's group."""
-        group = int(group_ops(self._graph).group[self._graph.updates[row][0]])
-        return self._strategy.decisions[group]
+        return not has_slices and len(self.parameters) == len(self._seen.graph.updates)
 
     def owner(self, row: int) -> int:
         """Rank whose copy of a whole parameter counts."""
-        if self._owners:
-            return self._owners[row]
-        home = self._strategy.homes[row]
-        return home if home != REPLICATED else self.decision(row).devices[0]
+        return self._owners[row] if self._owners else self._seen.owners(row)[0]
 
     def holds_replica(self, row: int) -> bool:
         """Whether this rank has a parameter as a device of its group, or a slice of it."""
         if row in self.sharded:
-            return self.sharded[row][1].units_of(self._rank)[1] > 0
-        return self._rank in self.decision(row).devices
+            return self.sharded[row][1].units_of(self._seen.rank)[1] > 0
+        return self._seen.rank in self._seen.decision(row).devices
 
 
 def join_statistics(model: nn.Module, buffers: Buffers, rank: int) -> None:

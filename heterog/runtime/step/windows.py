@@ -45,6 +45,11 @@ class Windows:
     own: Rows
 
 
+def _resized(shape: Sequence[int], dim: int, num: int) -> list[int]:
+    """A shape with ``num`` rows along a dimension."""
+    return [*shape[:dim], num, *shape[dim + 1 :]]
+
+
 def fit(tensor: Tensor, dim: int, have: Rows, want: Rows, value: float = 0.0) -> Tensor:
     """Make wanted rows of a tensor from the rows at hand; other rows have ``value``.
 
@@ -53,7 +58,7 @@ def fit(tensor: Tensor, dim: int, have: Rows, want: Rows, value: float = 0.0) ->
     """
     inside = have.overlap(want)
     if inside.num == 0:
-        return tensor.new_full((*tensor.shape[:dim], want.num, *tensor.shape[dim + 1 :]), value)
+        return tensor.new_full(_resized(tensor.shape, dim, want.num), value)
     if inside != have:
         tensor = tensor.narrow(dim, inside.begin - have.begin, inside.num)
     before, after = inside.begin - want.begin, want.end - inside.end
@@ -96,6 +101,21 @@ class _Local:
         assert made is not None
         return made
 
+    @property
+    def rank(self) -> int:
+        """Number of dimensions behind samples and channels."""
+        return len(self.call.inputs[0].shape) - 2
+
+    @property
+    def stencil(self) -> Stencil:
+        """Rows of a convolution or pooling."""
+        return stencil_of(self.call, self.dim)
+
+    def shape(self, output: int = 0) -> list[int]:
+        """Shape of the part of an output that is to be made."""
+        whole = self.call.outputs[output].shape
+        return [len(self.inputs[0]), *_resized(whole, self.dim, self.made.num)[1:]]
+
     def tensor(self, name: str) -> Tensor | None:
         where = positions(self.call, name)
         return self.inputs[where[0]] if where else None
@@ -107,8 +127,7 @@ class _Local:
 
     def rows(self, name: str) -> Rows:
         (where,) = positions(self.call, name)
-        rows = self.windows.rows[where]
-        return Rows(0, self.call.inputs[where].shape[self.dim]) if rows is None else rows
+        return self.windows.rows[where] or Rows(0, self.size(name))
 
     def fitted(self, name: str, want: Rows, value: float = 0.0) -> Tensor:
         return fit(self.given(name), self.dim, self.rows(name), want, value)
@@ -117,46 +136,53 @@ class _Local:
         (where,) = positions(self.call, name)
         return self.call.inputs[where].shape[self.dim]
 
-    def list_of(self, name: str, rank: int, here: int | None = None) -> list[int]:
+    def list_of(self, name: str, here: int | None = None) -> list[int]:
         """An argument with one number per dimension; ``here`` along the one that is cut."""
-        numbers = list(per_dim(self.call, name, rank))
-        if here is not None:
-            numbers[self.dim - 2] = here
-        return numbers
+        numbers = list(per_dim(self.call, name, self.rank))
+        return numbers if here is None else _resized(numbers, self.dim - 2, here)
 
 
 # --- convolutions ----------------------------------------------------------------------------
 
 
-def _rank(local: _Local) -> int:
-    return len(local.call.inputs[0].shape) - 2
-
-
 def _convolution(local: _Local) -> list[Tensor]:
-    made = local.made
-    rank, dim = _rank(local), local.dim
-    stencil = stencil_of(local.call, dim)
-    weight, bias = local.given("weight"), local.tensor("bias")
-    stride, dilation = local.list_of("stride", rank), local.list_of("dilation", rank)
-    padding, groups = local.list_of("padding", rank, 0), local.call.args["groups"]
+    bias = local.tensor("bias")
     if local.call.args["transposed"] is not True:
-        window = local.fitted("input", stencil.span(made))
-        none = [0] * rank
-        return [
-            _aten.convolution(window, weight, bias, stride, padding, dilation, False, none, groups)
-        ]
-    more = local.list_of("output_padding", rank, 0)
-    have = local.rows("input")
-    if have.num == 0:
-        have = Rows(made.begin // stencil.stride, made.begin // stencil.stride + 1)
-        window = local.fitted("input", have)
-    else:
-        window = local.given("input")
-    begun = _aten.convolution(window, weight, None, stride, padding, dilation, True, more, groups)
-    output = fit(begun, dim, stencil.span(have), made)
-    if bias is not None:
-        output = output + bias.view(-1, *[1] * rank)
-    return [output]
+        return [_read(local, "input", bias)]
+    output = _spread(local, "input")
+    return [output if bias is None else output + bias.view(-1, *[1] * local.rank)]
+
+
+def _convolve(
+    local: _Local, window: Tensor, bias: Tensor | None, more: list[int] | None = None
+) -> Tensor:
+    """Convolve, without padding of the cut dimension; transposed if there is output padding."""
+    found: Tensor = _aten.convolution(
+        window, local.given("weight"), bias, local.list_of("stride"), local.list_of("padding", 0),
+        local.list_of("dilation"), more is not None, more or [0] * local.rank,
+        local.call.args["groups"],
+    )  # fmt: skip
+    return found
+
+
+def _read(local: _Local, name: str, bias: Tensor | None = None) -> Tensor:
+    """Rows of a convolution: each reads its stencil's rows of an input."""
+    return _convolve(local, local.fitted(name, local.stencil.span(local.made)), bias)
+
+
+def _spread(local: _Local, name: str) -> Tensor:
+    """Rows of a transposed convolution: each row of an input adds to its stencil's rows."""
+    window, weight, have = local.given(name), local.given("weight"), local.rows(name)
+    shape = local.shape()
+    if have.num == 0:  # none adds to these
+        return window.new_zeros(shape)
+    numbers = (local.list_of("stride"), local.list_of("padding", 0), local.list_of("dilation"))
+    more = []
+    for each, (step, pad, gap) in enumerate(zip(*numbers, strict=True), 2):
+        made_of = (window.shape[each] - 1) * step - 2 * pad + gap * (weight.shape[each] - 1) + 1
+        more.append(0 if each == local.dim else shape[each] - made_of)
+    begun = _convolve(local, window, None, more)
+    return fit(begun, local.dim, local.stencil.span(have), local.made)
 
 
 def _convolution_backward(local: _Local) -> list[Tensor]:
@@ -164,7 +190,7 @@ def _convolution_backward(local: _Local) -> list[Tensor]:
     wants_input, wants_weight, wants_bias = masks
     outputs: list[Tensor] = []
     if wants_input:
-        outputs.append(_input_gradient(local, local.made))
+        outputs.append(_input_gradient(local))
     if wants_weight:
         outputs.append(_weight_gradient(local))
     if wants_bias:
@@ -173,39 +199,17 @@ def _convolution_backward(local: _Local) -> list[Tensor]:
     return outputs
 
 
-def _input_gradient(local: _Local, made: Rows) -> Tensor:
+def _input_gradient(local: _Local) -> Tensor:
     """A convolution of the gradients, transposed if the op itself is not."""
-    rank, dim, call = _rank(local), local.dim, local.call
-    stencil, weight = stencil_of(call, dim), local.given("weight")
-    stride, dilation = local.list_of("stride", rank), local.list_of("dilation", rank)
-    padding, groups, none = local.list_of("padding", rank, 0), call.args["groups"], [0] * rank
-    (whole,) = positions(call, "input")
-    shape = list(call.inputs[whole].shape)
-    shape[0] = local.inputs[0].shape[0]
-    shape[dim] = made.num
-    if made.num == 0:
+    shape = local.shape()
+    if local.made.num == 0:
         return local.inputs[0].new_empty(shape)
-    if call.args["transposed"] is True:
-        window = local.fitted("grad_output", stencil.span(made))
-        gradient: Tensor = _aten.convolution(
-            window, weight, None, stride, padding, dilation, False, none, groups
-        )
-        for each in range(2, 2 + rank):
-            gradient = gradient.narrow(each, 0, shape[each])
-        return gradient
-    have = local.rows("grad_output")
-    window = local.given("grad_output")
-    if have.num == 0:  # no output row reads these rows
-        return window.new_zeros(shape)
-    gradients = window.shape
-    more = []
-    for each, (step, pad, gap) in enumerate(zip(stride, padding, dilation, strict=True), 2):
-        made_of = (gradients[each] - 1) * step - 2 * pad + gap * (weight.shape[each] - 1) + 1
-        more.append(0 if each == dim else shape[each] - made_of)
-    gradient = _aten.convolution(
-        window, weight, None, stride, padding, dilation, True, more, groups
-    )
-    return fit(gradient, dim, stencil.span(have), made)
+    if local.call.args["transposed"] is not True:
+        return _spread(local, "grad_output")
+    gradient = _read(local, "grad_output")
+    for each in range(2, len(shape)):  # without what only the output's padding reads
+        gradient = gradient.narrow(each, 0, shape[each])
+    return gradient
 
 
 def _weight_gradient(local: _Local) -> Tensor:
@@ -213,9 +217,8 @@ def _weight_gradient(local: _Local) -> Tensor:
 
     For a transposed convolution, it is the part from this rank's rows of the input.
     """
-    rank, dim, call = _rank(local), local.dim, local.call
-    stencil, weight = stencil_of(call, dim), local.given("weight")
-    is_transposed = call.args["transposed"] is True
+    stencil, weight = local.stencil, local.given("weight")
+    is_transposed = local.call.args["transposed"] is True
     if is_transposed:
         own = local.rows("input")
         window, gradient = local.given("input"), local.fitted("grad_output", stencil.span(own))
@@ -225,11 +228,10 @@ def _weight_gradient(local: _Local) -> Tensor:
         gradient = local.fitted("grad_output", own)
     if own.num == 0:
         return torch.zeros_like(weight)
-    more = local.list_of("output_padding", rank, 0)
     found = _aten.convolution_backward(
-        gradient, window, weight, None, local.list_of("stride", rank),
-        local.list_of("padding", rank, 0), local.list_of("dilation", rank), is_transposed, more,
-        call.args["groups"], [False, True, False],
+        gradient, window, weight, None, local.list_of("stride"), local.list_of("padding", 0),
+        local.list_of("dilation"), is_transposed, local.list_of("output_padding", 0),
+        local.call.args["groups"], [False, True, False],
     )  # fmt: skip
     result: Tensor = found[1]
     return result
@@ -240,20 +242,16 @@ def _weight_gradient(local: _Local) -> Tensor:
 
 def _pool_args(local: _Local) -> tuple[list[int], list[int], list[int]]:
     """(kernel, stride, padding) of a pooling, without padding along the cut dimension."""
-    rank = _rank(local)
-    kernel = local.list_of("kernel_size", rank)
-    return kernel, local.list_of("stride", rank) or kernel, local.list_of("padding", rank, 0)
+    kernel = local.list_of("kernel_size")
+    return kernel, local.list_of("stride") or kernel, local.list_of("padding", 0)
 
 
 def _nothing(local: _Local) -> list[Tensor]:
     """Outputs with the wanted number of rows, if there is nothing to compute."""
-    found = []
-    for meta in local.call.outputs:
-        shape = list(meta.shape)
-        shape[0] = local.inputs[0].shape[0]
-        shape[local.dim] = local.made.num
-        found.append(local.inputs[0].new_zeros(shape, dtype=getattr(torch, meta.dtype)))
-    return found
+    return [
+        local.inputs[0].new_zeros(local.shape(number), dtype=getattr(torch, meta.dtype))
+        for number, meta in enumerate(local.call.outputs)
+    ]
 
 
 def _in_places(local: _Local, rows: Rows, stencil: Stencil) -> Tensor | None:
@@ -270,36 +268,33 @@ def _in_places(local: _Local, rows: Rows, stencil: Stencil) -> Tensor | None:
         stencil.needed(Rows(row, row + 1), size).num / stencil.kernel
         for row in range(rows.begin, rows.end)
     ]
-    shape = [1] * len(local.call.inputs[0].shape)
-    shape[local.dim] = rows.num
+    shape = _resized([1] * len(local.call.inputs[0].shape), local.dim, rows.num)
     return local.given(name).new_tensor(counts).view(shape)
 
 
 def _average_pool(local: _Local) -> list[Tensor]:
-    made = local.made
-    stencil, args = stencil_of(local.call, local.dim), local.call.args
-    window = local.fitted("self", stencil.span(made))
+    stencil, args = local.stencil, local.call.args
+    window = local.fitted("self", stencil.span(local.made))
     rest = (False, args["count_include_pad"], args["divisor_override"])
     output: Tensor = _op(local)(window, *_pool_args(local), *rest)
-    counted = _in_places(local, made, stencil)
+    counted = _in_places(local, local.made, stencil)
     return [output if counted is None else output / counted]
 
 
 def _average_pool_backward(local: _Local) -> list[Tensor]:
-    made, have = local.made, local.rows("grad_output")
+    have = local.rows("grad_output")
     if have.num == 0:
         return _nothing(local)
-    stencil, args = stencil_of(local.call, local.dim), local.call.args
+    stencil, args = local.stencil, local.call.args
     gradient = local.given("grad_output")
     counted = _in_places(local, have, stencil)
     if counted is not None:
         gradient = gradient / counted
     span = stencil.span(have)
-    shape = list(local.given("self").shape)
-    shape[local.dim] = span.num
+    shape = _resized(local.given("self").shape, local.dim, span.num)
     rest = (False, args["count_include_pad"], args["divisor_override"])
     found = _op(local)(gradient, gradient.new_empty(shape), *_pool_args(local), *rest)
-    return [fit(found, local.dim, span, made)]
+    return [fit(found, local.dim, span, local.made)]
 
 
 def _moved(indices: Tensor, local: _Local, shape: Sequence[int], by: int, onto: int) -> Tensor:
@@ -311,31 +306,24 @@ def _moved(indices: Tensor, local: _Local, shape: Sequence[int], by: int, onto: 
 
 
 def _max_pool(local: _Local) -> list[Tensor]:
-    stencil, rank = stencil_of(local.call, local.dim), _rank(local)
-    span, own = stencil.span(local.made), local.given("self")
+    span = local.stencil.span(local.made)
     window = local.fitted("self", span, float("-inf"))
-    output, indices = _op(local)(
-        window, *_pool_args(local), local.list_of("dilation", rank), False
-    )
-    shape = list(own.shape)
-    shape[local.dim] = span.num
-    return [output, _moved(indices, local, shape, span.begin, local.size("self"))]
+    output, indices = _op(local)(window, *_pool_args(local), local.list_of("dilation"), False)
+    return [output, _moved(indices, local, window.shape, span.begin, local.size("self"))]
 
 
 def _max_pool_backward(local: _Local) -> list[Tensor]:
-    have, rank = local.rows("grad_output"), _rank(local)
+    have = local.rows("grad_output")
     if have.num == 0:
         return _nothing(local)
-    stencil = stencil_of(local.call, local.dim)
-    span, shape = stencil.span(have), list(local.given("self").shape)
-    shape[local.dim] = local.size("self")
-    indices = _moved(local.given("indices"), local, shape, -span.begin, span.num)
-    shape[local.dim] = span.num
+    span, own = local.stencil.span(have), local.given("self").shape
+    whole = _resized(own, local.dim, local.size("self"))
+    indices = _moved(local.given("indices"), local, whole, -span.begin, span.num)
     gradient = local.given("grad_output")
+    read = gradient.new_empty(_resized(own, local.dim, span.num))
     found = _op(local)(
-        gradient, gradient.new_empty(shape), *_pool_args(local), local.list_of("dilation", rank),
-        False, indices.contiguous(),
-    )  # fmt: skip
+        gradient, read, *_pool_args(local), local.list_of("dilation"), False, indices.contiguous()
+    )
     return [fit(found, local.dim, span, local.made)]
 
 
@@ -352,8 +340,7 @@ def _upsample(local: _Local) -> list[Tensor]:
     """Repeat or blend rows, then cut off the rows that the window's edges falsify."""
     have = local.rows("self")
     factor = local.call.outputs[0].shape[local.dim] // local.size("self")
-    sizes = list(local.call.outputs[0].shape[2:])
-    sizes[local.dim - 2] = have.num * factor
+    sizes = _resized(local.call.outputs[0].shape, local.dim, have.num * factor)[2:]
     output = _op(local)(local.given("self"), sizes, *_resampling(local))
     return [fit(output, local.dim, Rows(have.begin * factor, have.end * factor), local.made)]
 
@@ -363,18 +350,17 @@ def _upsample_backward(local: _Local) -> list[Tensor]:
     have = local.rows("grad_output")
     factor = local.size("grad_output") // whole[local.dim]
     seen = Rows(have.begin // factor, have.end // factor)
-    sizes = list(local.given("grad_output").shape[2:])
-    input_size = [local.given("grad_output").shape[0], *whole[1:]]
-    input_size[local.dim] = seen.num
-    found = _op(local)(local.given("grad_output"), sizes, input_size, *_resampling(local))
+    gradient = local.given("grad_output")
+    input_size = [len(gradient), *_resized(whole, local.dim, seen.num)[1:]]
+    found = _op(local)(gradient, list(gradient.shape[2:]), input_size, *_resampling(local))
     return [fit(found, local.dim, seen, local.made)]
 
 
 def _resampling(local: _Local) -> list[Any]:
     """Arguments after the sizes, from which scales follow."""
-    rank, args = _rank(local), local.call.args
+    args = local.call.args
     corners = [args["align_corners"]] if "align_corners" in args else []
-    return [*corners, *[None] * rank]
+    return [*corners, *[None] * local.rank]
 
 
 _RUN: dict[str, Callable[[_Local], list[Tensor]]] = {
