@@ -31,7 +31,7 @@ from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.registry import built_in_methods
 from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
 from heterog.pricing.calibration import model_on
-from heterog.search.stability import TUNED_UNIFORM
+from heterog.search.rows import TUNED_UNIFORM
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.memory_breakdown import Fit

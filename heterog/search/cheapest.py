@@ -23,11 +23,10 @@ plan. While no plan meets the deadline, the whole cluster gets more.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import ClassVar
 
 from heterog.cluster.topology import Cluster
 from heterog.grouped import grouped
@@ -36,9 +35,8 @@ from heterog.methods.changes import renumbered
 from heterog.methods.planner import Budget, Candidate
 from heterog.methods.registry import AUTO
 from heterog.names import first_of
-from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
 from heterog.search.allotment import Allotment
-from heterog.search.objective import hosts_used, rent_per_s
+from heterog.search.objective import Offer, best_trades, hosts_used, offer_of, rent_per_s
 from heterog.search.portfolio import prepare, run_methods
 from heterog.search.request import Request, SeedPlanner, Session
 from heterog.search.rows import MethodRow
@@ -211,25 +209,6 @@ LEAST_SET_S = 0.7
 """Least seconds for a set: with less, a search finds little more than baselines."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A trade of time for money that a search found.
-
-    Attributes:
-        hosts: Names of the hosts that are rented.
-        method: Name of the method that found it.
-        step_time_s: Seconds per step.
-        cost_per_step: Cost of a step, in the currency of the cluster.
-    """
-
-    __pydantic_config__: ClassVar = VALUE
-
-    hosts: Series[Name]
-    method: Name
-    step_time_s: PositiveSeconds
-    cost_per_step: Amount
-
-
 class CheapestSearch:
     """Searches one set of hosts after another; see the module docstring.
 
@@ -281,7 +260,7 @@ class CheapestSearch:
         """The trades of time for money that no other beats in both, fastest first."""
         cluster = self._evaluator.cluster
         fitting = ((sub, row) for sub, row in self._found if row.step_time_s is not None)
-        return best_trades(_offer(row, _used(sub, row), cluster) for sub, row in fitting)
+        return best_trades(offer_of(row, _used(sub, row), cluster) for sub, row in fitting)
 
     def _search(self, hosts: tuple[int, ...], part: Budget) -> None:
         subset = HostSubset(whole=self._evaluator.cluster, hosts=hosts)
@@ -403,31 +382,3 @@ def _used(subset: HostSubset, row: MethodRow) -> tuple[int, ...]:
     """Hosts of the whole cluster that a row's strategy uses."""
     assert row.candidate is not None
     return tuple(subset.hosts[h] for h in hosts_used(row.candidate.strategy, subset.part))
-
-
-def best_trades(offers: Iterable[Offer]) -> tuple[Offer, ...]:
-    """Trades that no other beats in both time and cost, fastest first."""
-    kept: list[Offer] = []
-    for each in sorted(offers, key=lambda offer: (offer.step_time_s, offer.cost_per_step)):
-        if not kept or each.cost_per_step < kept[-1].cost_per_step:
-            kept.append(each)
-    return tuple(kept)
-
-
-def offers_of_rows(rows: Iterable[MethodRow], cluster: Cluster) -> tuple[Offer, ...]:
-    """The best trades among rows of a whole cluster."""
-    return best_trades(
-        _offer(row, hosts_used(row.candidate.strategy, cluster), cluster)
-        for row in rows
-        if row.step_time_s is not None and row.candidate is not None
-    )
-
-
-def _offer(row: MethodRow, used: Sequence[int], cluster: Cluster) -> Offer:
-    assert row.step_time_s is not None
-    return Offer(
-        hosts=tuple(cluster.hosts[host].name for host in used),
-        method=row.method,
-        step_time_s=row.step_time_s,
-        cost_per_step=row.step_time_s * rent_per_s(cluster, used),
-    )

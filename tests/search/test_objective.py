@@ -24,8 +24,6 @@ from heterog.methods.planner import Budget
 from heterog.search.cheapest import (
     MOST_SETS,
     HostSubset,
-    Offer,
-    best_trades,
     differing_sets,
     on_part,
     ranked_host_sets,
@@ -34,6 +32,8 @@ from heterog.search.objective import (
     FASTEST,
     Aim,
     Objective,
+    Offer,
+    best_trades,
     cost_per_s,
     hosts_used,
     rent_per_s,
