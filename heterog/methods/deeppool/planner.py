@@ -14,7 +14,7 @@ the referee the result is never worse.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -393,9 +393,4 @@ def _overlaps(
                 other += 1
 
 
-class DeepPool(Searching):
-    """Devices per group by dynamic programming; see the module docstring."""
-
-    name = "deeppool"
-    stage = "search"
-    search = _Search
+DEEPPOOL = partial(Searching, "deeppool", "search", _Search)

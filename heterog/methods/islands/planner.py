@@ -81,6 +81,8 @@ _Vary = Callable[[Composition], Iterator[Composition]]
 class CompositionSearch(PointSearch[Composition]):
     """The compositions of a problem, with their estimates and evaluations."""
 
+    resumes, least_part = True, 0.15
+
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.slices = Slices(self.evaluator)
@@ -523,11 +525,4 @@ def _division(point: Composition) -> tuple[object, ...]:
     return point.pools, point.in_a_v
 
 
-class Islands(Searching):
-    """Unlike pipelines of machines of one kind each; see the module docstring."""
-
-    name = "islands"
-    stage = "search"
-    resumes = True
-    least_part = 0.15
-    search = CompositionSearch
+ISLANDS = partial(Searching, "islands", "search", CompositionSearch)
