@@ -215,7 +215,8 @@ class _Grid(PointSearch[_Point]):
             self._kept(start, stages if layout.dp > 1 else [0]),
             self._recomputations(start),
             [False, True] if layout.tp > 1 else [False],
-            self._expert_manners(layout),
+            # With experts shared, in each way in which tokens may come to them.
+            [(1, Dispatch.ALL_TO_ALL), *product(self._expert_degrees(layout)[1:], Dispatch)],
             tuple(_schedules(layout, start.num_micro, self.num_layers)),
         ):
             if schedule == "breadth_first" and zero < 2:
@@ -244,11 +245,6 @@ class _Grid(PointSearch[_Point]):
         if not self.num_experts:
             return [1]
         return [ep for ep in divisors(layout.dp) if ep == 1 or ep * layout.tp <= self.num_experts]
-
-    def _expert_manners(self, layout: Layout) -> list[tuple[int, Dispatch]]:
-        """Degrees of expert parallelism, with the ways in which tokens may come to experts."""
-        shared = [ep for ep in self._expert_degrees(layout) if ep > 1]
-        return [(1, Dispatch.ALL_TO_ALL), *product(shared, Dispatch)]
 
     def _kept(self, start: _Point, stages: Sequence[int]) -> list[tuple[int, int]]:
         """(stage of ZeRO, copies): one copy over all replicas, or one on each host."""

@@ -463,20 +463,17 @@ class PointSearch(ABC, Generic[Point]):
         with self.spending.limits():
             self.search()
         best = self.returned()
+        # Time was up before any point was tried, so that nothing is known of them.
+        is_cut_first = self.spending.is_cut and not self.found and not self.refused
         return PlanResult(
             candidates=tuple(
                 Candidate(strategy=self.strategy_of(point), orders=self.orders(point))
                 for point in best
             ),
             num_evaluations=self.spending.evaluations,
-            reason="" if best or self._was_cut_first else self.why_nothing,
+            reason="" if best or is_cut_first else self.why_nothing,
             note=self.in_words(best[0]) if best else "",
         )
-
-    @property
-    def _was_cut_first(self) -> bool:
-        """Whether time was up before any point was tried, so that nothing is known of them."""
-        return self.spending.is_cut and not self.found and not self.refused
 
     def ask(self, point: Point) -> Evaluation | None:
         """Evaluate a point in its first order while the budget lasts.

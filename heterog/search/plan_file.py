@@ -64,11 +64,7 @@ def _stated(value: Any, follows: Collection[str]) -> Any:
     return {name: each for name, each in value.items() if name not in follows}
 
 
-def _stated_row(value: Any) -> Any:
-    return _stated(value, _ROWS_FOLLOW)
-
-
-_Row = Annotated[MethodRow, BeforeValidator(_stated_row)]
+_Row = Annotated[MethodRow, BeforeValidator(lambda value: _stated(value, _ROWS_FOLLOW))]
 
 _CHOSEN = ("outcome", "step_time_s", "order", "peak_memory_bytes", "shortage")
 """Fields of the chosen row that a plan's file repeats."""
