@@ -227,7 +227,6 @@ class _Repair:
             tried
             for kind in (
                 self._recompute,
-                self._recompute_layers,
                 self._cut_finer,
                 self._hold_fewer,
                 self._move_samples,
@@ -283,32 +282,23 @@ class _Repair:
 
     # --- kinds of repair -------------------------------------------------------------------------
 
-    def _recompute(self, current: _Tried) -> Iterator[_Tried]:
-        """Recompute groups, those with the most bytes per second first."""
-        units = range(len(current.strategy.decisions))
-        yield from self._make_again(current, units, (), (Keeps.NOTHING,))
-
-    def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
-        """Recompute whole layers: only their outputs to other layers are kept."""
-        if blocks := self._layers_of(current):
-            yield from self._make_again(current, blocks, blocks, (Keeps.NOTHING,))
+    def _recompute(
+        self, current: _Tried, kinds: tuple[Keeps, ...] = (Keeps.NOTHING,)
+    ) -> Iterator[_Tried]:
+        """Recompute groups, or whole layers, of which only outputs to other layers are kept."""
+        yield from self._make_again(current, range(len(current.strategy.decisions)), (), kinds)
+        blocks = current.strategy.blocks or layer_blocks(self.graph)
+        if len(blocks) < len(current.strategy.decisions):  # else every group is a layer
+            yield from self._make_again(current, blocks, blocks, kinds)
 
     def _recompute_less(self, current: _Tried) -> Iterator[_Tried]:
         """Recompute in steps from one kind of recomputation to the next, if there are several.
 
         This repair comes last: under a small budget, other kinds of repair gain more.
         """
-        kinds, blocks = kinds_worth_trying(self.graph), self._layers_of(current)
+        kinds = kinds_worth_trying(self.graph)
         if len(kinds) > 1:
-            units = range(len(current.strategy.decisions))
-            yield from self._make_again(current, units, (), kinds)
-            if blocks:
-                yield from self._make_again(current, blocks, blocks, kinds)
-
-    def _layers_of(self, current: _Tried) -> tuple[int, ...]:
-        """Blocks of whole layers; empty if every group is one."""
-        blocks = current.strategy.blocks or layer_blocks(self.graph)
-        return blocks if len(blocks) < len(current.strategy.decisions) else ()
+            yield from self._recompute(current, kinds)
 
     def _make_again(
         self,

@@ -336,13 +336,10 @@ def _judged(
     Every candidate is judged in its own first order, then in the orders that it has not tried.
     """
     evaluator = problem.evaluator
-    judged: list[tuple[Evaluation, Strategy]] = []
-    turns: list[tuple[Strategy, tuple[Order, ...]]] = []
-    for candidate in result.candidates:
-        if candidate.judged is not None:
-            judged.append((candidate.judged, candidate.strategy))
-        else:
-            turns.append((candidate.strategy, candidate.orders[:1]))
+    judged = [
+        (each.judged, each.strategy) for each in result.candidates if each.judged is not None
+    ]
+    turns = [(each.strategy, each.orders[:1]) for each in result.candidates if each.judged is None]
     for candidate in result.candidates:
         own = candidate.orders if planner.stage == "baseline" else problem.orders
         done = candidate.judged.order if candidate.judged is not None else candidate.orders[0]

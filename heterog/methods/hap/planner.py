@@ -256,21 +256,17 @@ class _Ranking(StrategySearch):
         starts = [synthesis.data_parallel(each) for each in sets if self._room(each) > 1.0]
         for placed in starts:
             self.know(placed)
-        for placed in starts:
-            add(placed)
-            if self.spending.is_over:
-                break
-        # Programs before ratios: where parameters are large, nothing else is any good.
-        for devices in self.subsets(list(sets))[:_NUM_SUBSETS]:
-            for placed in synthesis.programs(devices, thorough=False):
-                if self.spending.is_over:
-                    break
-                add(placed)
-        for devices in dict.fromkeys((whole, *self.device_sets()[:_NUM_SOLVED])):
-            if self.spending.is_over:
-                break
-            add(synthesis.solved_data_parallel(devices))
-        for placed in synthesis.programs(whole, thorough=True):
+
+        def placed_in_turn() -> Iterator[Placed]:
+            yield from starts
+            # Programs before ratios: where parameters are large, nothing else is any good.
+            for devices in self.subsets(list(sets))[:_NUM_SUBSETS]:
+                yield from synthesis.programs(devices, thorough=False)
+            for devices in dict.fromkeys((whole, *self.device_sets()[:_NUM_SOLVED])):
+                yield synthesis.solved_data_parallel(devices)
+            yield from synthesis.programs(whole, thorough=True)
+
+        for placed in placed_in_turn():
             if self.spending.is_over:
                 break
             add(placed)

@@ -19,7 +19,7 @@ from itertools import pairwise
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import Phase
 from heterog.grouped import grouped
-from heterog.methods.hap.programs import ValueClass
+from heterog.methods.hap.programs import ValueClass, form_sets
 from heterog.methods.hap.theory import Role, Row, Theory, Triple
 
 
@@ -172,7 +172,11 @@ def fold_in_order(
     num_carried = sum(end - first[value] for value, end in last.items())
     if num_carried > _MOST_CARRIED:
         raise TooWideError(f"{num_carried:,} values are carried past rows, too many to search")
-    needs = [_needed_forms(rows[number]) for number in order]
+    # The forms in which some triple of a row needs each value.
+    needs = [
+        form_sets(pair for triple in rows[number].triples for pair in triple.needs)
+        for number in order
+    ]
     wanted = _wanted_after(needs, touched, order)
     visits: list[Visit] = []
     carried: tuple[int, ...] = ()
@@ -197,15 +201,6 @@ def fold_in_order(
         )
         history.append(carried)
     return Folded(tuple(visits), tuple(history), _cut(history, order, step, reach))
-
-
-def _needed_forms(row: Row) -> dict[int, int]:
-    """The forms, as bit sets, in which some triple of a row needs each value."""
-    found: dict[int, int] = {}
-    for triple in row.triples:
-        for value, form in triple.needs:
-            found[value] = found.get(value, 0) | 1 << form
-    return found
 
 
 def _wanted_after(

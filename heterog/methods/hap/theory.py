@@ -125,6 +125,10 @@ class Theory:
     values: tuple[Value, ...]
     rows: tuple[Row, ...]
 
+    def form(self, value: int, number: int) -> Form:
+        """A form of a value by its number."""
+        return list(self.values[value].forms)[number]
+
 
 def build_theory(graph: OpGraph, check: Callable[[], None] = lambda: None) -> Theory:
     """All triples of a graph.
