@@ -106,28 +106,12 @@ _MOST_SYNC = 2.0
 """Most seconds of gradient sums, in times of compute: beyond, a pipeline sends less."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSet:
-    """A set of hosts with a guess of its step time.
-
-    Attributes:
-        hosts: Positions of the hosts, ascending.
-        seconds: Guessed seconds of a step.
-        rent_per_s: Rent of all hosts per second.
-    """
-
-    hosts: tuple[int, ...]
-    seconds: float
-    rent_per_s: float
-
-    @property
-    def cost(self) -> float:
-        """Guessed cost of a step."""
-        return self.seconds * self.rent_per_s
+_Guess = tuple[float, float, tuple[int, ...]]
+"""Guessed cost and seconds of a step on some hosts, which are ascending."""
 
 
-def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
-    """All sets that differ and could hold the model, the most promising ones first.
+def ranked_host_sets(evaluator: Evaluator) -> list[tuple[int, ...]]:
+    """All sets of hosts that differ and could hold the model, the most promising ones first.
 
     Args:
         evaluator: Evaluator of the graph and a cluster with prices.
@@ -144,7 +128,7 @@ def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
         compute_s = graph.batch_size / sum(speeds[device] for device in devices)
         sync_s = _sync_s(cluster, hosts, len(devices), float(parameters_bytes))
         seconds = max(compute_s, min(sync_s, _MOST_SYNC * compute_s))
-        found.append(HostSet(hosts=hosts, seconds=seconds, rent_per_s=rent_per_s(cluster, hosts)))
+        found.append((seconds * rent_per_s(cluster, hosts), seconds, hosts))
     return _by_layers(found)
 
 
@@ -184,18 +168,19 @@ def _sync_s(cluster: Cluster, hosts: Sequence[int], num_devices: int, num_bytes:
     return 2.0 * (num_devices - 1) / num_devices * num_bytes / rate
 
 
-def _by_layers(sets: Sequence[HostSet]) -> list[HostSet]:
+def _by_layers(sets: Sequence[_Guess]) -> list[tuple[int, ...]]:
     """Sets by Pareto layer of time and cost: first those that no other set beats in both."""
-    left = sorted(sets, key=lambda each: (each.cost, each.seconds, len(each.hosts), each.hosts))
-    ranked: list[HostSet] = []
+    left = sorted(sets, key=lambda each: (*each[:2], len(each[2]), each[2]))
+    ranked: list[tuple[int, ...]] = []
     while left:
-        layer: list[HostSet] = []
-        rest: list[HostSet] = []
+        rest: list[_Guess] = []
         fastest_s = math.inf
         for each in left:  # cheapest first, so any later one has to be faster
-            (layer if each.seconds < fastest_s else rest).append(each)
-            fastest_s = min(fastest_s, each.seconds)
-        ranked += layer
+            if each[1] < fastest_s:
+                ranked.append(each[2])
+            else:
+                rest.append(each)
+            fastest_s = min(fastest_s, each[1])
         left = rest
     return ranked
 
@@ -231,9 +216,8 @@ class CheapestSearch:
         prepare(self._evaluator, wanted, self._session)
         allotment.begin()
         everything = tuple(range(self._evaluator.cluster.num_hosts))
-        sets = [
-            each.hosts for each in ranked_host_sets(self._evaluator) if each.hosts != everything
-        ][:MOST_SEARCHED]
+        sets = [each for each in ranked_host_sets(self._evaluator) if each != everything]
+        sets = sets[:MOST_SEARCHED]
         each_s = 0.0
         if budget.seconds is None:
             parts = [budget, *[budget.part(1.0 / max(len(sets), 1))] * len(sets)]
@@ -253,7 +237,7 @@ class CheapestSearch:
             if not (self._session.stop.is_requested or self._is_hopeless(hosts)):
                 self._search(hosts, part)
         if budget.seconds is not None and sets:
-            self._go_on(allotment, LEAST_SET_S)
+            self._go_on(allotment)
         return self._rows()
 
     def offers(self) -> tuple[Offer, ...]:
@@ -289,7 +273,7 @@ class CheapestSearch:
         )
         self._found += [(subset, row) for row in rows]
 
-    def _go_on(self, allotment: Allotment, least_s: float) -> None:
+    def _go_on(self, allotment: Allotment) -> None:
         """Spend what is left of a budget in seconds on the hosts of the best plan."""
         able = [pair for pair in self._found if pair[1].candidate is not None]
         if not able or self._session.stop.is_requested:
@@ -298,9 +282,8 @@ class CheapestSearch:
         assert best.candidate is not None
         strategy = subset.lifted(best.candidate.strategy)
         left_s = allotment.search_s([replace(best.candidate, strategy=strategy)])
-        used = _used(subset, best)
-        if left_s >= least_s:
-            self._search(used, Budget(seconds=left_s))
+        if left_s >= LEAST_SET_S:
+            self._search(_used(subset, best), Budget(seconds=left_s))
 
     def _seeds(self, subset: HostSubset) -> SeedPlanner | None:
         """Strategies found earlier on the same hosts, which start another search there."""

@@ -109,7 +109,9 @@ def test_transfers_between_uneven_places_sample_by_sample() -> None:
             for source, target in zip(owners(at), owners(to), strict=True):
                 if source != target:
                     number = source * own.evaluator.cluster.num_devices + target
-                    for resource, held in own._cost_of(number).held.items():
+                    for resource, held in own._pricer.seconds(
+                        own.evaluator.channels[number]
+                    ).held.items():
                         busy[resource] = busy.get(resource, 0.0) + held
             expected = max(busy.values(), default=0.0)
             assert own._seconds_per_sample_byte(at, to) == pytest.approx(expected)
