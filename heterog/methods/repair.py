@@ -30,7 +30,7 @@ from heterog.lowering import resident_bytes
 from heterog.lowering.program import FloatArray, TaskKind
 from heterog.memo import kept
 from heterog.methods.changes import moved_samples, with_decisions, without_devices
-from heterog.methods.planner import Budget, Spending
+from heterog.methods.planner import Budget, Spending, TimeUp
 from heterog.methods.recomputing import (
     freed_bytes,
     kinds_worth_trying,
@@ -70,10 +70,6 @@ def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Bu
         more than the given one.
     """
     return _Repair(evaluator, order, Spending(budget, evaluator)).run(strategy)
-
-
-class _BudgetOver(Exception):
-    """Ends a search from anywhere inside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +145,9 @@ class _Repair:
     def run(self, strategy: Strategy) -> Strategy:
         """Repair in rounds until something fits, nothing helps, or the budget is over."""
         given = self._evaluate(strategy)
-        try:
+        with self.spending.limits():
             if np.isfinite(given.peak).all():
                 self._search(given)
-        except _BudgetOver:
-            pass
         best = self._best()
         is_worse = self._shortage(best.peak) > self._shortage(given.peak)
         return strategy if is_worse else best.strategy
@@ -178,7 +172,7 @@ class _Repair:
 
     def _try(self, strategy: Strategy) -> _Tried:
         if strategy not in self.tried and self.spending.is_over:
-            raise _BudgetOver
+            raise TimeUp(self.spending)
         return self._evaluate(strategy)
 
     def _evaluate(self, strategy: Strategy) -> _Tried:

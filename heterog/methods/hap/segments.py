@@ -29,7 +29,6 @@ class Visit:
 
     Attributes:
         row: Number of the row in the theory.
-        step: Forward position of its step.
         touched: Values that the row reads or makes, in order of first mention.
         stays: For each touched value, whether it is carried on.
         wanted: For each touched value, the forms (bit set) in which later rows may need it.
@@ -37,7 +36,6 @@ class Visit:
     """
 
     row: int
-    step: int
     touched: tuple[int, ...]
     stays: tuple[bool, ...]
     wanted: tuple[int, ...]
@@ -187,7 +185,6 @@ def fold_in_order(
         visits.append(
             Visit(
                 row=number,
-                step=step[number],
                 touched=mine,
                 stays=stays,
                 wanted=tuple(wanted[place][value] for value in mine),
@@ -242,7 +239,6 @@ class Action:
         classes: Value class of each touched value.
         stays: Whether each touched value is carried on.
         wanted: For each touched value, the forms (bit set) that later rows may need.
-        awaited: For each touched value, whether a later row makes it.
     """
 
     op: int
@@ -251,7 +247,6 @@ class Action:
     classes: tuple[int, ...]
     stays: tuple[bool, ...]
     wanted: tuple[int, ...]
-    awaited: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +347,7 @@ class Segments:
             for triple in row.triples
         )
         classes = tuple(self.class_of[value] for value in visit.touched)
-        rest = (row.is_update, triples, classes, visit.stays, visit.wanted, visit.awaited)
+        rest = (row.is_update, triples, classes, visit.stays, visit.wanted)
         key = (self.work_key[row.op], *rest)
         if key not in self._action_ids:
             self._action_ids[key] = len(self.actions)
