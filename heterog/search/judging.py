@@ -267,12 +267,10 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
     except StrategyError as error:
         raise StrategyError(f"a candidate of {planner.name} is no legal plan: {error}") from error
     is_starved = is_cut and result.num_evaluations < STARVED
-    notes = [result.note] * bool(result.note)
-    if is_starved:
-        notes.append(
-            f"starved: {result.num_evaluations} evaluations in {spending.seconds:.1f} s; "
-            "a larger budget lets it search"
-        )
+    starved = (
+        f"starved: {result.num_evaluations} evaluations in {spending.seconds:.1f} s; a larger "
+        "budget lets it search"
+    )
     row = MethodRow(
         method=planner.name,
         stage=planner.stage,
@@ -283,7 +281,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
         num_evaluations=result.num_evaluations,
         search_seconds=spending.seconds if problem.budget.seconds else searched_s,
         shortage=result.reason or _OUT_OF_TIME * is_cut,
-        note="; ".join(notes),
+        note="; ".join(filter(None, (result.note, starved * is_starved))),
         starved=is_starved,
     )
     if not judged:
