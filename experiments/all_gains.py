@@ -34,9 +34,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
 from heterog.methods.planner import Budget
 from heterog.methods.registry import AUTO
-from heterog.search.compare import compare_methods
+from heterog.search.portfolio import compare_methods
 from heterog.search.request import Request
-from heterog.search.stability import DATA_PARALLEL, REFERENCES
+from heterog.search.rows import DATA_PARALLEL, REFERENCES
 
 MODELS = (
     "vgg19,resnet200,inception_v3,mobilenet_v2,nasnet_large,transformer_6l,bert_large_24l,"

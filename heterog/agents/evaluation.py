@@ -10,9 +10,8 @@ from dataclasses import replace
 from heterog.agents.finetune import FineTuned
 from heterog.agents.planners import Agent, AgentSearch
 from heterog.methods.planner import Budget, Planner, Problem, Progress
-from heterog.search.compare import Comparison
 from heterog.search.judging import run_method
-from heterog.search.portfolio import best_row, run_methods
+from heterog.search.portfolio import Comparison, best_row, run_methods
 from heterog.search.request import GIVEN, Request, Session
 from heterog.search.rows import MethodRow
 from heterog.simulator.evaluator import Evaluator

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
     from heterog.methods.planner import Stop
-    from heterog.search.compare import Comparison
     from heterog.search.issue_order import Rehearse
+    from heterog.search.portfolio import Comparison
     from heterog.search.request import Request
 
 
@@ -75,8 +75,8 @@ def compare(
     from heterog.methods.planner import Budget
     from heterog.methods.registry import Methods
     from heterog.report.tables import methods_table
-    from heterog.search.compare import compare_methods
     from heterog.search.plan import parse_orders
+    from heterog.search.portfolio import compare_methods
     from heterog.search.request import Request, Session
 
     names, known = load_methods(methods)
@@ -158,7 +158,7 @@ def _rehearsed(found: "Comparison", rehearse: "Rehearse | None", stop: "Stop") -
 
 def _compare(methods: str, request: "Request") -> "Comparison":
     from heterog.methods.planner import Stop
-    from heterog.search.compare import compare_methods
+    from heterog.search.portfolio import compare_methods
     from heterog.search.request import Session
 
     known = load_methods(methods)[1]

@@ -20,7 +20,7 @@ from heterog.report.tables import (
 from heterog.search.background import BackgroundPlan
 from heterog.search.plan import Plan
 from heterog.search.portfolio import UNPLAYED
-from heterog.search.stability import DATA_PARALLEL, REFERENCES
+from heterog.search.rows import DATA_PARALLEL, REFERENCES
 from heterog.units import format_seconds
 
 

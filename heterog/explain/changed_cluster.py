@@ -15,7 +15,7 @@ from heterog.grouped import grouped
 from heterog.lowering.channels import proportional_slices
 from heterog.names import first_of
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.division import micro_batch_table, micro_sizes, split_in_proportion
+from heterog.strategy.division import micro_batch_table, split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_RANGES = 8
@@ -242,14 +242,6 @@ def strategies_with(
         yield joined
 
 
-def moved(strategy: Strategy, cluster: Cluster) -> Strategy:
-    """The same decisions on a cluster whose first devices are those of the old one."""
-    missing = cluster.num_devices - len(strategy.micro_batches)
-    idle = (0,) * strategy.num_micro_batches
-    micro_batches = strategy.micro_batches and strategy.micro_batches + (idle,) * missing
-    return replace(strategy, cluster=cluster.fingerprint, micro_batches=micro_batches)
-
-
 def _joined(
     strategy: Strategy,
     evaluator: Evaluator,
@@ -267,29 +259,14 @@ def _joined(
         or len(changed[int(group_of[op])].devices) == 1 else REPLICATED
         for (op, _, _), home in zip(evaluator.graph.updates, strategy.homes, strict=True)
     )  # fmt: skip
-    changed_strategy = moved(strategy, evaluator.cluster).with_decisions(tuple(changed))
-    schedule = strategy.schedule
-    if not schedule.is_default:
-        schedule = schedule.fitted([decision.devices for decision in changed])
     return replace(
-        changed_strategy,
+        strategy.with_decisions(tuple(changed)),
+        cluster=evaluator.cluster.fingerprint,
         homes=homes,
-        schedule=schedule,
-        micro_batches=_in_proportion(strategy, evaluator.cluster),
+        schedule=strategy.schedule.fitted([decision.devices for decision in changed]),
+        # Sizes alone: a table of each device's part has no part for a new device.
+        micro_batches=micro_batch_table(strategy.micro_sizes, evaluator.cluster.num_devices),
     )
-
-
-def _in_proportion(strategy: Strategy, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of the same sizes, which every group cuts in proportion to its shares.
-
-    They replace a table of each device's part, which has no part for a new device.
-    """
-    if not strategy.micro_batches:
-        return ()
-    divisions = dict.fromkeys(decision.division for decision in strategy.decisions)
-    batch_size = sum(strategy.decisions[0].shares)
-    sizes = micro_sizes(strategy.micro_batches, divisions, batch_size)
-    return micro_batch_table(sizes, cluster.num_devices)
 
 
 def _with_devices(

@@ -28,8 +28,7 @@ from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
 from heterog.search.plan import Plan
 from heterog.search.request import GIVEN
-from heterog.search.rows import MethodRow
-from heterog.search.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
+from heterog.search.rows import DATA_PARALLEL, REFERENCES, Gain, MethodRow, fastest, reference_of
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

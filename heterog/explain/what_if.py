@@ -19,19 +19,19 @@ from functools import partial
 from heterog.explain.changed_cluster import (
     ChangedCluster,
     ChangeKind,
-    moved,
     possible_changes,
     strategies_with,
 )
 from heterog.graph.axis_plan import axis_plan
 from heterog.lowering import encode
+from heterog.methods.changes import renumbered
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Budget, Problem, Progress, Spending
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.registry import built_in_methods
 from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
 from heterog.pricing.calibration import model_on
-from heterog.search.stability import TUNED_UNIFORM
+from heterog.search.rows import TUNED_UNIFORM
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.memory_breakdown import Fit
@@ -138,7 +138,7 @@ def _value(
     model = model_on(evaluator.cost_model, change.cluster)
     changed = Evaluator(evaluator.graph, change.cluster, model)
     changed.poll = evaluator.poll
-    own = [moved(strategy, change.cluster)]
+    own = [renumbered(strategy, range(evaluator.cluster.num_devices), change.cluster)]
     if change.kind == ChangeKind.DEVICE:
         new = (change.cluster.num_devices - 1,)
         own += strategies_with(strategy, changed, new, changed.speeds)

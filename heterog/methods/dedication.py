@@ -18,7 +18,7 @@ from heterog.lowering.program import IntArray
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.methods.host_order import HostTraffic, annealed_order, hosts_by_kind, on_hosts
 from heterog.methods.pipette.communication import HostRates, moved
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, StrategySearch
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.strategy import Decision, Strategy, Sync
@@ -55,19 +55,17 @@ class Dedication(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Permute the hosts of the best plans so far."""
-        spending = problem.spend()
         search = problem.resumed(_Search)
-        search.problem, search.spending = problem, spending
-        starts = _starts(problem)
-        with spending.limits():
+        search.problem, search.spending = problem, problem.spend()
+        search.starts = _starts(problem)
+        with search.spending.limits():
             if self.joins_auto(problem.evaluator.graph, problem.evaluator.cluster):
-                search.run(starts)
-                search.judge()
-        best = search.best_of(starts[0])
+                search.search()
+        first, best = search.starts[0], search.best_of(search.starts[0])
         return PlanResult(
             candidates=(best,),
-            num_evaluations=spending.evaluations,
-            note="" if best is starts[0] else _gain_in_words(starts[0], best),
+            num_evaluations=search.spending.evaluations,
+            note="" if best is first else _gain_in_words(first, best),
         )
 
 
@@ -110,33 +108,30 @@ def _starts(problem: Problem) -> list[Candidate]:
     return list({seed.strategy: seed for seed in reversed(judged)}.values())[::-1][:NUM_STARTS]
 
 
-class _Search:
+class _Search(StrategySearch):
     """The orders of hosts that were tried."""
 
+    why_nothing = ""
+
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.spending = problem.spend()
+        super().__init__(problem)
         self._cluster = problem.evaluator.cluster
         self._rates = HostRates.of_cluster(self._cluster)
         self._kinds = [
             np.array(hosts, np.int32) for hosts in hosts_by_kind(self._cluster) if len(hosts) > 1
         ]
-        self._found: dict[tuple[Strategy, Order], Evaluation] = {}
+        self.starts: list[Candidate] = []
         self._done: set[Strategy] = set()
         self._judged: dict[tuple[Strategy, Order], Evaluation] = {}
 
-    def run(self, starts: list[Candidate]) -> None:
-        """Permute the hosts of each plan, unless that was done before."""
-        for start in starts:
+    def search(self) -> None:
+        """Permute the hosts of each start, unless that was done before, and judge the best."""
+        for start in self.starts:
             if start.judged is not None:
                 self._judged[start.strategy, start.orders[0]] = start.judged
             if start.strategy not in self._done and self._improve(start):
                 self._done.add(start.strategy)
-
-    def judge(self) -> None:
-        """Have the referee judge the best permuted plans that it has not seen."""
-        best = sorted(self._found, key=lambda key: self._found[key].preference)[:NUM_JUDGED]
-        for number, key in enumerate(best):
+        for number, key in enumerate(self.best(NUM_JUDGED)):
             if number and self.spending.is_over:
                 return
             if key not in self._judged:
@@ -210,11 +205,6 @@ class _Search:
     def _try(self, strategy: Strategy, turn: Order, limit_s: float = np.inf) -> Evaluation | None:
         """Simulate a strategy once; ``None`` where the budget is over."""
         key = strategy, turn
-        if key not in self._found:
-            if self._found and self._is_searched:
-                return None
-            self._found[key] = self.problem.evaluator.evaluate(strategy, turn, limit_s)
-            missing, seconds = min(found.preference for found in self._found.values())
-            if not missing:
-                self.problem.report(self.spending.fraction, seconds)
-        return self._found[key]
+        if key not in self.found and not (self.found and self._is_searched):
+            self.keep(key, self.evaluator.evaluate(strategy, turn, limit_s))
+        return self.found.get(key)

@@ -13,6 +13,7 @@ varied. A search that is cut short returns the best so far.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from math import gcd, prod
 
@@ -68,6 +69,7 @@ class _Point:
 
 
 class _Grid(PointSearch[_Point]):
+    resumes = True
     why_nothing = "no uniform layout divides the batch and the machines"
 
     def __init__(self, problem: Problem) -> None:
@@ -213,7 +215,8 @@ class _Grid(PointSearch[_Point]):
             self._kept(start, stages if layout.dp > 1 else [0]),
             self._recomputations(start),
             [False, True] if layout.tp > 1 else [False],
-            self._expert_manners(layout),
+            # With experts shared, in each way in which tokens may come to them.
+            [(1, Dispatch.ALL_TO_ALL), *product(self._expert_degrees(layout)[1:], Dispatch)],
             tuple(_schedules(layout, start.num_micro, self.num_layers)),
         ):
             if schedule == "breadth_first" and zero < 2:
@@ -242,11 +245,6 @@ class _Grid(PointSearch[_Point]):
         if not self.num_experts:
             return [1]
         return [ep for ep in divisors(layout.dp) if ep == 1 or ep * layout.tp <= self.num_experts]
-
-    def _expert_manners(self, layout: Layout) -> list[tuple[int, Dispatch]]:
-        """Degrees of expert parallelism, with the ways in which tokens may come to experts."""
-        shared = [ep for ep in self._expert_degrees(layout) if ep > 1]
-        return [(1, Dispatch.ALL_TO_ALL), *product(shared, Dispatch)]
 
     def _kept(self, start: _Point, stages: Sequence[int]) -> list[tuple[int, int]]:
         """(stage of ZeRO, copies): one copy over all replicas, or one on each host."""
@@ -473,10 +471,4 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-class MegatronGrid(Searching):
-    """Uniform layouts, enumerated; see the module docstring."""
-
-    name = "megatron_grid"
-    stage = "baseline"
-    resumes = True
-    search = _Grid
+MEGATRON_GRID = partial(Searching, "megatron_grid", "baseline", _Grid)

@@ -11,7 +11,7 @@ are also tried with recomputation and sliced updates.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import FloatArray
+from heterog.grouped import cut
 from heterog.lowering.space import StepSettings
 from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration, Meaning
@@ -133,17 +134,9 @@ def _community_blocks(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]
         return
     ordered = in_best_order(cluster, near)
     for most in dict.fromkeys((1, 2, 4, max(map(len, near)))):
-        blocks = [
-            each[bounds[0] : bounds[1]]
-            for each in ordered
-            for bounds in pairwise(_even_bounds(len(each), min(most, len(each))))
-        ]
+        blocks = [tuple(block) for each in ordered for block in cut(each, min(most, len(each)))]
         yield tuple(blocks)
         yield tuple(reversed(blocks))
-
-
-def _even_bounds(count: int, parts: int) -> list[int]:
-    return [round(count * part / parts) for part in range(parts + 1)]
 
 
 def _compositions(count: int) -> Iterator[tuple[int, ...]]:
@@ -159,10 +152,12 @@ def _compositions(count: int) -> Iterator[tuple[int, ...]]:
         doubled = [first << power for first in (2, 3) for power in range(count.bit_length())]
         numbers = sorted({1, count, *(each for each in doubled if each < count)})
     for parts in numbers:
-        yield tuple(dict.fromkeys(_even_bounds(count, parts)[1:-1]))
+        yield tuple(dict.fromkeys(round(count * part / parts) for part in range(1, parts)))
 
 
 class _Enumeration(Enumeration[_Point]):
+    resumes = True
+
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         evaluator = problem.evaluator
@@ -414,9 +409,9 @@ class _Enumeration(Enumeration[_Point]):
 
     def _beside(self, point: _Point) -> Iterator[_Point]:
         """Points with another boundary, other micro-batches, or other teams in one stage."""
-        for i, cut in enumerate(point.cuts):
+        for i, group in enumerate(point.cuts):
             for step in (-2, -1, 1, 2):
-                yield replace(point, cuts=(*point.cuts[:i], cut + step, *point.cuts[i + 1 :]))
+                yield replace(point, cuts=(*point.cuts[:i], group + step, *point.cuts[i + 1 :]))
         for num_micro in (2 * point.num_micro, point.num_micro // 2):
             if 0 < num_micro <= self.most_micro:
                 yield replace(point, num_micro=num_micro)
@@ -482,16 +477,10 @@ class _Enumeration(Enumeration[_Point]):
         teams = host_teams(self.cluster, devices, point.teams[stage])
         return apart(in_teams(decision, teams, self.speeds, self.cluster))
 
-
-class PipelineSearch(Searching):
-    """Sequences of stages by enumeration; see the module docstring."""
-
-    name = "pipeline"
-    stage = "search"
-    resumes = True
-    search = _Enumeration
-
     @staticmethod
     def prepare(evaluator: Evaluator) -> None:
         """Load the library that finds communities, before time is counted."""
         communities(evaluator.cluster)
+
+
+PIPELINE = partial(Searching, "pipeline", "search", _Enumeration)

@@ -30,7 +30,7 @@ from heterog.lowering import resident_bytes
 from heterog.lowering.program import FloatArray, TaskKind
 from heterog.memo import kept
 from heterog.methods.changes import moved_samples, with_decisions, without_devices
-from heterog.methods.planner import Budget, Spending
+from heterog.methods.planner import Budget, Spending, TimeUp
 from heterog.methods.recomputing import (
     freed_bytes,
     kinds_worth_trying,
@@ -70,10 +70,6 @@ def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Bu
         more than the given one.
     """
     return _Repair(evaluator, order, Spending(budget, evaluator)).run(strategy)
-
-
-class _BudgetOver(Exception):
-    """Ends a search from anywhere inside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +145,9 @@ class _Repair:
     def run(self, strategy: Strategy) -> Strategy:
         """Repair in rounds until something fits, nothing helps, or the budget is over."""
         given = self._evaluate(strategy)
-        try:
+        with self.spending.limits():
             if np.isfinite(given.peak).all():
                 self._search(given)
-        except _BudgetOver:
-            pass
         best = self._best()
         is_worse = self._shortage(best.peak) > self._shortage(given.peak)
         return strategy if is_worse else best.strategy
@@ -178,7 +172,7 @@ class _Repair:
 
     def _try(self, strategy: Strategy) -> _Tried:
         if strategy not in self.tried and self.spending.is_over:
-            raise _BudgetOver
+            raise TimeUp(self.spending)
         return self._evaluate(strategy)
 
     def _evaluate(self, strategy: Strategy) -> _Tried:
@@ -227,7 +221,6 @@ class _Repair:
             tried
             for kind in (
                 self._recompute,
-                self._recompute_layers,
                 self._cut_finer,
                 self._hold_fewer,
                 self._move_samples,
@@ -283,32 +276,23 @@ class _Repair:
 
     # --- kinds of repair -------------------------------------------------------------------------
 
-    def _recompute(self, current: _Tried) -> Iterator[_Tried]:
-        """Recompute groups, those with the most bytes per second first."""
-        units = range(len(current.strategy.decisions))
-        yield from self._make_again(current, units, (), (Keeps.NOTHING,))
-
-    def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
-        """Recompute whole layers: only their outputs to other layers are kept."""
-        if blocks := self._layers_of(current):
-            yield from self._make_again(current, blocks, blocks, (Keeps.NOTHING,))
+    def _recompute(
+        self, current: _Tried, kinds: tuple[Keeps, ...] = (Keeps.NOTHING,)
+    ) -> Iterator[_Tried]:
+        """Recompute groups, or whole layers, of which only outputs to other layers are kept."""
+        yield from self._make_again(current, range(len(current.strategy.decisions)), (), kinds)
+        blocks = current.strategy.blocks or layer_blocks(self.graph)
+        if len(blocks) < len(current.strategy.decisions):  # else every group is a layer
+            yield from self._make_again(current, blocks, blocks, kinds)
 
     def _recompute_less(self, current: _Tried) -> Iterator[_Tried]:
         """Recompute in steps from one kind of recomputation to the next, if there are several.
 
         This repair comes last: under a small budget, other kinds of repair gain more.
         """
-        kinds, blocks = kinds_worth_trying(self.graph), self._layers_of(current)
+        kinds = kinds_worth_trying(self.graph)
         if len(kinds) > 1:
-            units = range(len(current.strategy.decisions))
-            yield from self._make_again(current, units, (), kinds)
-            if blocks:
-                yield from self._make_again(current, blocks, blocks, kinds)
-
-    def _layers_of(self, current: _Tried) -> tuple[int, ...]:
-        """Blocks of whole layers; empty if every group is one."""
-        blocks = current.strategy.blocks or layer_blocks(self.graph)
-        return blocks if len(blocks) < len(current.strategy.decisions) else ()
+            yield from self._recompute(current, kinds)
 
     def _make_again(
         self,

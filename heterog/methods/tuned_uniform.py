@@ -5,6 +5,8 @@ and all-gather, with slices in proportion to the rates of NICs, tensor by tensor
 buckets, whichever is better; a full update on every rank; the best of the three orders.
 """
 
+from functools import partial
+
 from heterog.cluster.topology import Cluster
 from heterog.lowering.space import device_sets
 from heterog.methods.data_parallel import Trials, replicated, uniform_strategy
@@ -48,9 +50,4 @@ class _Search(Trials):
                 )
 
 
-class TunedUniform(Searching):
-    """One tuned decision for every group; see the module docstring."""
-
-    name = "tuned_uniform"
-    stage = "baseline"
-    search = _Search
+TUNED_UNIFORM = partial(Searching, "tuned_uniform", "baseline", _Search)

@@ -4,6 +4,7 @@ Every pair of subsets is first tried at a few boundaries. Then the boundaries of
 refined. This gives most of the gain of a search in a second or two.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,8 @@ class _Point(NamedTuple):
 
 
 class _Enumeration(Enumeration[_Point]):
+    resumes = True
+
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.numbers = [
@@ -78,10 +81,4 @@ class _Enumeration(Enumeration[_Point]):
         return Meaning(row, point.order, StepSettings(point.bucket_bytes))
 
 
-class TwoSegment(Searching):
-    """Two tuned decisions; see the module docstring."""
-
-    name = "two_segment"
-    stage = "search"
-    resumes = True
-    search = _Enumeration
+TWO_SEGMENT = partial(Searching, "two_segment", "search", _Enumeration)

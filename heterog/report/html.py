@@ -32,8 +32,7 @@ from heterog.report.lanes import view_data
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
 from heterog.search.plan import Plan
-from heterog.search.rows import MethodRow
-from heterog.search.stability import Gain, reference_of
+from heterog.search.rows import Gain, MethodRow, reference_of
 from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.units import format_bytes, format_bytes_range, format_seconds
 

@@ -29,8 +29,7 @@ from heterog.report.modules import placement_lines
 from heterog.search.arrivals.queueing import JobVerdict
 from heterog.search.objective import cost_per_step
 from heterog.search.plan import Plan
-from heterog.search.rows import MethodRow
-from heterog.search.stability import reference_of
+from heterog.search.rows import MethodRow, reference_of
 from heterog.simulator.critical_path import Limit
 from heterog.simulator.memory_breakdown import Fit, MemoryKind
 from heterog.units import GIB, format_bytes, format_range, format_seconds

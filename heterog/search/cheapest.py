@@ -23,11 +23,10 @@ plan. While no plan meets the deadline, the whole cluster gets more.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import ClassVar
 
 from heterog.cluster.topology import Cluster
 from heterog.grouped import grouped
@@ -36,9 +35,8 @@ from heterog.methods.changes import renumbered
 from heterog.methods.planner import Budget, Candidate
 from heterog.methods.registry import AUTO
 from heterog.names import first_of
-from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
 from heterog.search.allotment import Allotment
-from heterog.search.objective import hosts_used, rent_per_s
+from heterog.search.objective import Offer, best_trades, hosts_used, offer_of, rent_per_s
 from heterog.search.portfolio import prepare, run_methods
 from heterog.search.request import Request, SeedPlanner, Session
 from heterog.search.rows import MethodRow
@@ -108,28 +106,12 @@ _MOST_SYNC = 2.0
 """Most seconds of gradient sums, in times of compute: beyond, a pipeline sends less."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSet:
-    """A set of hosts with a guess of its step time.
-
-    Attributes:
-        hosts: Positions of the hosts, ascending.
-        seconds: Guessed seconds of a step.
-        rent_per_s: Rent of all hosts per second.
-    """
-
-    hosts: tuple[int, ...]
-    seconds: float
-    rent_per_s: float
-
-    @property
-    def cost(self) -> float:
-        """Guessed cost of a step."""
-        return self.seconds * self.rent_per_s
+_Guess = tuple[float, float, tuple[int, ...]]
+"""Guessed cost and seconds of a step on some hosts, which are ascending."""
 
 
-def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
-    """All sets that differ and could hold the model, the most promising ones first.
+def ranked_host_sets(evaluator: Evaluator) -> list[tuple[int, ...]]:
+    """All sets of hosts that differ and could hold the model, the most promising ones first.
 
     Args:
         evaluator: Evaluator of the graph and a cluster with prices.
@@ -146,7 +128,7 @@ def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
         compute_s = graph.batch_size / sum(speeds[device] for device in devices)
         sync_s = _sync_s(cluster, hosts, len(devices), float(parameters_bytes))
         seconds = max(compute_s, min(sync_s, _MOST_SYNC * compute_s))
-        found.append(HostSet(hosts=hosts, seconds=seconds, rent_per_s=rent_per_s(cluster, hosts)))
+        found.append((seconds * rent_per_s(cluster, hosts), seconds, hosts))
     return _by_layers(found)
 
 
@@ -186,18 +168,19 @@ def _sync_s(cluster: Cluster, hosts: Sequence[int], num_devices: int, num_bytes:
     return 2.0 * (num_devices - 1) / num_devices * num_bytes / rate
 
 
-def _by_layers(sets: Sequence[HostSet]) -> list[HostSet]:
+def _by_layers(sets: Sequence[_Guess]) -> list[tuple[int, ...]]:
     """Sets by Pareto layer of time and cost: first those that no other set beats in both."""
-    left = sorted(sets, key=lambda each: (each.cost, each.seconds, len(each.hosts), each.hosts))
-    ranked: list[HostSet] = []
+    left = sorted(sets, key=lambda each: (*each[:2], len(each[2]), each[2]))
+    ranked: list[tuple[int, ...]] = []
     while left:
-        layer: list[HostSet] = []
-        rest: list[HostSet] = []
+        rest: list[_Guess] = []
         fastest_s = math.inf
         for each in left:  # cheapest first, so any later one has to be faster
-            (layer if each.seconds < fastest_s else rest).append(each)
-            fastest_s = min(fastest_s, each.seconds)
-        ranked += layer
+            if each[1] < fastest_s:
+                ranked.append(each[2])
+            else:
+                rest.append(each)
+            fastest_s = min(fastest_s, each[1])
         left = rest
     return ranked
 
@@ -209,25 +192,6 @@ WHOLE_PART, SETS_PART = 0.35, 0.45
 the search on the set of the best plan."""
 LEAST_SET_S = 0.7
 """Least seconds for a set: with less, a search finds little more than baselines."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A trade of time for money that a search found.
-
-    Attributes:
-        hosts: Names of the hosts that are rented.
-        method: Name of the method that found it.
-        step_time_s: Seconds per step.
-        cost_per_step: Cost of a step, in the currency of the cluster.
-    """
-
-    __pydantic_config__: ClassVar = VALUE
-
-    hosts: Series[Name]
-    method: Name
-    step_time_s: PositiveSeconds
-    cost_per_step: Amount
 
 
 class CheapestSearch:
@@ -252,9 +216,8 @@ class CheapestSearch:
         prepare(self._evaluator, wanted, self._session)
         allotment.begin()
         everything = tuple(range(self._evaluator.cluster.num_hosts))
-        sets = [
-            each.hosts for each in ranked_host_sets(self._evaluator) if each.hosts != everything
-        ][:MOST_SEARCHED]
+        sets = [each for each in ranked_host_sets(self._evaluator) if each != everything]
+        sets = sets[:MOST_SEARCHED]
         each_s = 0.0
         if budget.seconds is None:
             parts = [budget, *[budget.part(1.0 / max(len(sets), 1))] * len(sets)]
@@ -274,14 +237,14 @@ class CheapestSearch:
             if not (self._session.stop.is_requested or self._is_hopeless(hosts)):
                 self._search(hosts, part)
         if budget.seconds is not None and sets:
-            self._go_on(allotment, LEAST_SET_S)
+            self._go_on(allotment)
         return self._rows()
 
     def offers(self) -> tuple[Offer, ...]:
         """The trades of time for money that no other beats in both, fastest first."""
         cluster = self._evaluator.cluster
         fitting = ((sub, row) for sub, row in self._found if row.step_time_s is not None)
-        return best_trades(_offer(row, _used(sub, row), cluster) for sub, row in fitting)
+        return best_trades(offer_of(row, _used(sub, row), cluster) for sub, row in fitting)
 
     def _search(self, hosts: tuple[int, ...], part: Budget) -> None:
         subset = HostSubset(whole=self._evaluator.cluster, hosts=hosts)
@@ -310,7 +273,7 @@ class CheapestSearch:
         )
         self._found += [(subset, row) for row in rows]
 
-    def _go_on(self, allotment: Allotment, least_s: float) -> None:
+    def _go_on(self, allotment: Allotment) -> None:
         """Spend what is left of a budget in seconds on the hosts of the best plan."""
         able = [pair for pair in self._found if pair[1].candidate is not None]
         if not able or self._session.stop.is_requested:
@@ -319,9 +282,8 @@ class CheapestSearch:
         assert best.candidate is not None
         strategy = subset.lifted(best.candidate.strategy)
         left_s = allotment.search_s([replace(best.candidate, strategy=strategy)])
-        used = _used(subset, best)
-        if left_s >= least_s:
-            self._search(used, Budget(seconds=left_s))
+        if left_s >= LEAST_SET_S:
+            self._search(_used(subset, best), Budget(seconds=left_s))
 
     def _seeds(self, subset: HostSubset) -> SeedPlanner | None:
         """Strategies found earlier on the same hosts, which start another search there."""
@@ -403,31 +365,3 @@ def _used(subset: HostSubset, row: MethodRow) -> tuple[int, ...]:
     """Hosts of the whole cluster that a row's strategy uses."""
     assert row.candidate is not None
     return tuple(subset.hosts[h] for h in hosts_used(row.candidate.strategy, subset.part))
-
-
-def best_trades(offers: Iterable[Offer]) -> tuple[Offer, ...]:
-    """Trades that no other beats in both time and cost, fastest first."""
-    kept: list[Offer] = []
-    for each in sorted(offers, key=lambda offer: (offer.step_time_s, offer.cost_per_step)):
-        if not kept or each.cost_per_step < kept[-1].cost_per_step:
-            kept.append(each)
-    return tuple(kept)
-
-
-def offers_of_rows(rows: Iterable[MethodRow], cluster: Cluster) -> tuple[Offer, ...]:
-    """The best trades among rows of a whole cluster."""
-    return best_trades(
-        _offer(row, hosts_used(row.candidate.strategy, cluster), cluster)
-        for row in rows
-        if row.step_time_s is not None and row.candidate is not None
-    )
-
-
-def _offer(row: MethodRow, used: Sequence[int], cluster: Cluster) -> Offer:
-    assert row.step_time_s is not None
-    return Offer(
-        hosts=tuple(cluster.hosts[host].name for host in used),
-        method=row.method,
-        step_time_s=row.step_time_s,
-        cost_per_step=row.step_time_s * rent_per_s(cluster, used),
-    )

@@ -267,12 +267,10 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
     except StrategyError as error:
         raise StrategyError(f"a candidate of {planner.name} is no legal plan: {error}") from error
     is_starved = is_cut and result.num_evaluations < STARVED
-    notes = [result.note] * bool(result.note)
-    if is_starved:
-        notes.append(
-            f"starved: {result.num_evaluations} evaluations in {spending.seconds:.1f} s; "
-            "a larger budget lets it search"
-        )
+    starved = (
+        f"starved: {result.num_evaluations} evaluations in {spending.seconds:.1f} s; a larger "
+        "budget lets it search"
+    )
     row = MethodRow(
         method=planner.name,
         stage=planner.stage,
@@ -283,7 +281,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
         num_evaluations=result.num_evaluations,
         search_seconds=spending.seconds if problem.budget.seconds else searched_s,
         shortage=result.reason or _OUT_OF_TIME * is_cut,
-        note="; ".join(notes),
+        note="; ".join(filter(None, (result.note, starved * is_starved))),
         starved=is_starved,
     )
     if not judged:
@@ -336,13 +334,10 @@ def _judged(
     Every candidate is judged in its own first order, then in the orders that it has not tried.
     """
     evaluator = problem.evaluator
-    judged: list[tuple[Evaluation, Strategy]] = []
-    turns: list[tuple[Strategy, tuple[Order, ...]]] = []
-    for candidate in result.candidates:
-        if candidate.judged is not None:
-            judged.append((candidate.judged, candidate.strategy))
-        else:
-            turns.append((candidate.strategy, candidate.orders[:1]))
+    judged = [
+        (each.judged, each.strategy) for each in result.candidates if each.judged is not None
+    ]
+    turns = [(each.strategy, each.orders[:1]) for each in result.candidates if each.judged is None]
     for candidate in result.candidates:
         own = candidate.orders if planner.stage == "baseline" else problem.orders
         done = candidate.judged.order if candidate.judged is not None else candidate.orders[0]

@@ -10,7 +10,7 @@ gives the money for a step, a million samples or tokens, and the whole run.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, ClassVar
@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.records import VALUE, PositiveSeconds, within
+from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series, within
 from heterog.search.rows import MethodRow, Rank, by_time
 from heterog.strategy.strategy import Strategy
 
@@ -243,3 +243,51 @@ def cost_per_step(row: MethodRow, cluster: Cluster) -> float | None:
     if cluster.prices is None or row.step_time_s is None or row.candidate is None:
         return None
     return row.step_time_s * cost_per_s(row.candidate.strategy, cluster)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A trade of time for money that a search found.
+
+    Attributes:
+        hosts: Names of the hosts that are rented.
+        method: Name of the method that found it.
+        step_time_s: Seconds per step.
+        cost_per_step: Cost of a step, in the currency of the cluster.
+    """
+
+    __pydantic_config__: ClassVar = VALUE
+
+    hosts: Series[Name]
+    method: Name
+    step_time_s: PositiveSeconds
+    cost_per_step: Amount
+
+
+def best_trades(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    """Trades that no other beats in both time and cost, fastest first."""
+    kept: list[Offer] = []
+    for each in sorted(offers, key=lambda offer: (offer.step_time_s, offer.cost_per_step)):
+        if not kept or each.cost_per_step < kept[-1].cost_per_step:
+            kept.append(each)
+    return tuple(kept)
+
+
+def offers_of_rows(rows: Iterable[MethodRow], cluster: Cluster) -> tuple[Offer, ...]:
+    """The best trades among rows of a whole cluster."""
+    return best_trades(
+        offer_of(row, hosts_used(row.candidate.strategy, cluster), cluster)
+        for row in rows
+        if row.step_time_s is not None and row.candidate is not None
+    )
+
+
+def offer_of(row: MethodRow, used: Sequence[int], cluster: Cluster) -> Offer:
+    """A row that fits as an offer of the hosts that it uses."""
+    assert row.step_time_s is not None
+    return Offer(
+        hosts=tuple(cluster.hosts[host].name for host in used),
+        method=row.method,
+        step_time_s=row.step_time_s,
+        cost_per_step=row.step_time_s * rent_per_s(cluster, used),
+    )

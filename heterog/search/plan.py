@@ -28,11 +28,18 @@ from heterog.pricing.device_models.parameters import shipped_peak_errors
 from heterog.pricing.intervals import Interval, PeakErrors
 from heterog.search.allotment import Allotment
 from heterog.search.background import BackgroundPlan, plan_background
-from heterog.search.cheapest import CheapestSearch, Offer, offers_of_rows
+from heterog.search.cheapest import CheapestSearch
 from heterog.search.history import MethodHistory, SearchHistory
 from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.search.judging import run_method
-from heterog.search.objective import FASTEST, Cost, Objective, cost_of
+from heterog.search.objective import (
+    FASTEST,
+    Cost,
+    Objective,
+    Offer,
+    cost_of,
+    offers_of_rows,
+)
 from heterog.search.plan_file import (
     background_of,
     contradiction,
@@ -49,8 +56,7 @@ from heterog.search.portfolio import (
     with_noise,
 )
 from heterog.search.request import GIVEN, Request, Session
-from heterog.search.rows import MethodRow, Rank, by_time
-from heterog.search.stability import Gain, gain, reference_of, robust_rank
+from heterog.search.rows import Gain, MethodRow, Rank, by_time, gain, reference_of, robust_rank
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s

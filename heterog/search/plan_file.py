@@ -30,15 +30,14 @@ from heterog.records import (
     parse_record,
 )
 from heterog.search.background import BackgroundPlan
-from heterog.search.cheapest import Offer
 from heterog.search.history import MethodHistory
-from heterog.search.objective import Objective, cost_per_step
+from heterog.search.objective import Objective, Offer, cost_per_step
 from heterog.search.rows import OUTCOMES, MethodRow
 from heterog.simulator.engine import Order
 
 if TYPE_CHECKING:
-    from heterog.search.compare import Comparison
     from heterog.search.plan import Plan
+    from heterog.search.portfolio import Comparison
 
 _ORDERS = tuple(order.name.lower() for order in Order)
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -65,11 +64,7 @@ def _stated(value: Any, follows: Collection[str]) -> Any:
     return {name: each for name, each in value.items() if name not in follows}
 
 
-def _stated_row(value: Any) -> Any:
-    return _stated(value, _ROWS_FOLLOW)
-
-
-_Row = Annotated[MethodRow, BeforeValidator(_stated_row)]
+_Row = Annotated[MethodRow, BeforeValidator(lambda value: _stated(value, _ROWS_FOLLOW))]
 
 _CHOSEN = ("outcome", "step_time_s", "order", "peak_memory_bytes", "shortage")
 """Fields of the chosen row that a plan's file repeats."""

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd
 
 from heterog.graph.op_graph import OpGraph, Phase
@@ -301,7 +301,5 @@ def balanced_runs(costs: Sequence[RunCost], units: int) -> tuple[int, ...]:
 
 
 def _ends(costs: Sequence[RunCost], limit_s: float) -> list[float]:
-    ends = [0.0]
-    for cost in costs:
-        ends.append(cost.end_within(ends[-1], limit_s))
-    return ends[1:]
+    ends = accumulate(costs, lambda begin, cost: cost.end_within(begin, limit_s), initial=0.0)
+    return [*ends][1:]

@@ -7,7 +7,6 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, create_model
 
 from heterog.errors import InputFileError, StrategyError
-from heterog.graph.placement import Scatter
 from heterog.modes.built_in import built_in_modes
 from heterog.modes.mode import Mode
 from heterog.records import MAX_INT32, Int32, Many, NumBytes, Record, Text, parse_record
@@ -23,7 +22,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
 
     ``decisions`` lists the distinct decisions, ``groups`` the number of the decision of each
     group. ``rules`` lists the distinct rules, ``op_rules`` pairs (graph op, number of its rule);
-    both may be missing.
+    both may be missing. Fields that are rarely used are left out where they have their default.
     """
     numbers: dict[Decision, int] = {}
     rules: dict[OpRule, int] = {}
@@ -42,8 +41,13 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
                 "recompute": decision.recompute,
                 "teams": [list(team) for team in decision.teams],
                 "parts": list(decision.parts),
+                **(
+                    {"slice_groups": list(map(list, own))}
+                    if (own := decision.slice_groups)
+                    else {}
+                ),
+                **({"keeps": decision.keeps.name.lower()} if decision.keeps else {}),
             }
-            | _rarely_said(decision)
             for decision in numbers
         ],
         "groups": groups,
@@ -56,8 +60,12 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
                 "inputs": [str(place) for place in rule.inputs],
                 "outputs": [str(place) for place in rule.outputs],
                 "units": rule.units,
+                **(
+                    {"scatter": {"place": str(cut.place), "units": cut.units}}
+                    if (cut := rule.scatter)
+                    else {}
+                ),
             }
-            | _scatter_to_dict(rule.scatter)
             for rule in rules
         ],
         "op_rules": ops,
@@ -71,16 +79,6 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
         "blocks": list(strategy.blocks),
         **({"first_bucket_bytes": first} if (first := strategy.first_bucket_bytes) else {}),
     } | {mode.key: mode.to_json() for mode in strategy.modes}
-
-
-def _rarely_said(decision: Decision) -> dict[str, Any]:
-    """Fields of a decision that are written only if they differ from the default."""
-    said: dict[str, Any] = {}
-    if decision.slice_groups:
-        said["slice_groups"] = [list(group) for group in decision.slice_groups]
-    if decision.keeps:
-        said["keeps"] = decision.keeps.name.lower()
-    return said
 
 
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
@@ -148,12 +146,6 @@ def _modes(record: _StrategyRecord) -> tuple[Mode, ...]:
     read = ((mode, said[mode.key]) for mode in built_in_modes())
     found = (mode.from_record(own) for mode, own in read if own is not None)
     return tuple(mode for mode in found if mode is not None)
-
-
-def _scatter_to_dict(scatter: Scatter | None) -> dict[str, Any]:
-    if scatter is None:
-        return {}
-    return {"scatter": {"place": str(scatter.place), "units": scatter.units}}
 
 
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.methods.deeppool.planner import DeepPool, GroupCosts, crossing_bytes, plan_places
+from heterog.methods.deeppool.planner import DEEPPOOL, GroupCosts, crossing_bytes, plan_places
 from heterog.methods.deeppool.search import Block, Place, layers_of
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
@@ -109,7 +109,9 @@ def test_transfers_between_uneven_places_sample_by_sample() -> None:
             for source, target in zip(owners(at), owners(to), strict=True):
                 if source != target:
                     number = source * own.evaluator.cluster.num_devices + target
-                    for resource, held in own._cost_of(number).held.items():
+                    for resource, held in own._pricer.seconds(
+                        own.evaluator.channels[number]
+                    ).held.items():
                         busy[resource] = busy.get(resource, 0.0) + held
             expected = max(busy.values(), default=0.0)
             assert own._seconds_per_sample_byte(at, to) == pytest.approx(expected)
@@ -142,7 +144,7 @@ def test_the_limit_is_kept_and_narrows() -> None:
 
 def test_it_is_not_worse_than_uniform_plans_by_the_referee() -> None:
     evaluator = costs().evaluator
-    result = DeepPool().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=500)))
+    result = DEEPPOOL().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=500)))
     reached = min(
         evaluator.referee(candidate.strategy, order).step_time_s
         for candidate in result.candidates

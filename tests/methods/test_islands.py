@@ -20,9 +20,8 @@ from heterog.methods.islands.composing import (
     structures,
 )
 from heterog.methods.islands.planner import CompositionSearch
-from heterog.methods.islands.prospects import Prospects
 from heterog.methods.islands.slices import Slices, kinds_of
-from heterog.methods.islands.variants import in_a_v
+from heterog.methods.islands.variants import Prospects, in_a_v
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Recompute

@@ -150,10 +150,10 @@ def test_whole_layers_recompute_where_groups_do_not_suffice() -> None:
     evaluator = Evaluator(GRAPH, tight)
     work = _Repair(evaluator, Order.FIFO, Spending(BUDGET, evaluator))
     current = work._evaluate(strategy_of(GRAPH, tight, [whole] * groups))
-    (made,) = work._recompute_layers(current)
-    assert work._fits(made)
-    assert made.strategy.blocks
-    assert not any(work._fits(tried) for tried in work._recompute(current))
+    of_groups, of_layers = work._recompute(current)
+    assert not work._fits(of_groups)
+    assert work._fits(of_layers)
+    assert of_layers.strategy.blocks
 
 
 def test_devices_leave_their_teams() -> None:

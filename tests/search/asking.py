@@ -7,10 +7,10 @@ from typing import Any
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget
-from heterog.search import compare, plan, portfolio
-from heterog.search.compare import Comparison
+from heterog.search import plan, portfolio
 from heterog.search.issue_order import Rehearse
 from heterog.search.plan import Plan
+from heterog.search.portfolio import Comparison
 from heterog.search.request import Request, Session
 from heterog.search.rows import MethodRow
 from heterog.simulator.evaluator import Evaluator
@@ -55,4 +55,4 @@ def compare_methods(
     graph: OpGraph, cluster: Cluster, methods: Sequence[str], **options: Any
 ) -> Comparison:
     """Methods side by side."""
-    return compare.compare_methods(*asked(graph, cluster, methods=methods, **options))
+    return portfolio.compare_methods(*asked(graph, cluster, methods=methods, **options))

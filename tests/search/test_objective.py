@@ -24,8 +24,6 @@ from heterog.methods.planner import Budget
 from heterog.search.cheapest import (
     MOST_SETS,
     HostSubset,
-    Offer,
-    best_trades,
     differing_sets,
     on_part,
     ranked_host_sets,
@@ -34,6 +32,8 @@ from heterog.search.objective import (
     FASTEST,
     Aim,
     Objective,
+    Offer,
+    best_trades,
     cost_per_s,
     hosts_used,
     rent_per_s,
@@ -252,7 +252,7 @@ def test_large_clusters_have_few_sets() -> None:
     priced = replace(cluster, prices=HourlyPrices(currency="USD", device_hour=types))
     sets = ranked_host_sets(Evaluator(graph(), priced))
     assert 0 < len(sets) <= MOST_SETS
-    assert len({each.hosts for each in sets}) == len(sets)
+    assert len(set(sets)) == len(sets)
     # Every host of another price: all differ, and there are 2^16 sets.
     own = {host.name: 1.0 + number for number, host in enumerate(cluster.hosts)}
     unlike = replace(cluster, prices=HourlyPrices(currency="USD", host_hour=own))

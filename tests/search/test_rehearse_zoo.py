@@ -7,7 +7,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture_step
 from heterog.methods.planner import Budget
 from heterog.runtime.measure.rehearsal import rehearsal_of
-from heterog.search.compare import compare_methods
+from heterog.search.portfolio import compare_methods
 from heterog.search.request import Request
 from heterog.zoo import load_workload
 from tests.thorough import cases, few_of

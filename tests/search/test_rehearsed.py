@@ -101,7 +101,7 @@ def test_compare_rehearses_with_the_cost_model_that_it_simulated_with() -> None:
     found = compare_methods(
         captured.graph, CLUSTER, ["ddp"], budget=Budget(evaluations=1), cost_model=cost_model
     )
-    with mock.patch("heterog.search.compare.Evaluator", wraps=Evaluator) as made:
+    with mock.patch("heterog.search.portfolio.Evaluator", wraps=Evaluator) as made:
         found.rehearsed(rehearsal_of(captured))
     made.assert_called_once_with(captured.graph, CLUSTER, cost_model)
 

@@ -14,7 +14,7 @@ the referee the result is never worse.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -33,7 +33,6 @@ from heterog.methods.deeppool.search import (
     search,
 )
 from heterog.methods.planner import Problem, Searching, StrategySearch
-from heterog.pricing.cost_model import ChannelSeconds
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion
@@ -156,6 +155,7 @@ class GroupCosts:
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
         self.speeds = evaluator.speeds
+        self._pricer = evaluator.prices.pricer
         self.order = device_order(evaluator)
         self.num_groups = evaluator.tables.num_groups
         self.widths = tuple(
@@ -289,12 +289,8 @@ class GroupCosts:
     def _synchronise(self, decision: Decision, num_bytes: float) -> float:
         """Seconds of a decision's collectives for some bytes of gradients."""
         numbers = self.evaluator.channels.for_decision(decision)
-        return sum(self._cost_of(number).seconds(num_bytes) for number in numbers)
-
-    @kept
-    def _cost_of(self, number: int) -> ChannelSeconds:
-        evaluator = self.evaluator
-        return evaluator.cost_model.channel_seconds(evaluator.cluster, evaluator.channels[number])
+        costs = (self._pricer.seconds(self.evaluator.channels[number]) for number in numbers)
+        return sum(cost.seconds(num_bytes) for cost in costs)
 
     @kept
     def _seconds_per_sample_byte(self, at: Place, to: Place) -> float:
@@ -304,7 +300,8 @@ class GroupCosts:
         for source, target, samples in pieces:
             if source != target:
                 number = source * self.evaluator.cluster.num_devices + target
-                for resource, held in self._cost_of(number).held.items():
+                cost = self._pricer.seconds(self.evaluator.channels[number])
+                for resource, held in cost.held.items():
                     busy[resource] = busy.get(resource, 0.0) + samples * held
         return max(busy.values(), default=0.0)
 
@@ -393,9 +390,4 @@ def _overlaps(
                 other += 1
 
 
-class DeepPool(Searching):
-    """Devices per group by dynamic programming; see the module docstring."""
-
-    name = "deeppool"
-    stage = "search"
-    search = _Search
+DEEPPOOL = partial(Searching, "deeppool", "search", _Search)

@@ -7,12 +7,11 @@ nothing here knows the name of a layer.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from heterog.graph.placement import OpCall, P, Placement, R, S
-from heterog.graph.sharding_rules import RuleResult, Special, propagate
+from heterog.graph.sharding_rules import RuleResult, propagate
 from heterog.graph.sharding_rules.view import split_after_view
 from heterog.memo import kept
 
@@ -144,11 +143,6 @@ def _is_settled(call: OpCall, result: RuleResult, units: int) -> bool:
     return again is not None and (again.inputs, again.outputs) == (result.inputs, result.outputs)
 
 
-def draws_shared(result: RuleResult) -> bool:
-    """Whether a rule needs all devices to draw the same random numbers."""
-    return result.special == Special.SHARED_RANDOM_STREAM
-
-
 @lru_cache(maxsize=65536)
 def finer_splits(shape: tuple[int, ...], to: tuple[int, ...], form: Form) -> tuple[Form, ...]:
     """Coarser axes along which a split survives a view as another shape.
@@ -170,8 +164,3 @@ def finer_splits(shape: tuple[int, ...], to: tuple[int, ...], form: Form) -> tup
                 found.append(trial)
         start *= size
     return tuple(dict.fromkeys(found))
-
-
-def outers_of(forms: Iterable[Form], units: int) -> tuple[int, ...]:
-    """Outer factors of forms of one axis, always with 1."""
-    return tuple(sorted({1, *(form.outer for form in forms if form.units == units)}))

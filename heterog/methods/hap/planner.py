@@ -12,6 +12,7 @@ the best programs of all runs. Data parallelism at the solved ratios is always a
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from heterog.graph.grouping import alike_groups, group_ops
@@ -255,21 +256,17 @@ class _Ranking(StrategySearch):
         starts = [synthesis.data_parallel(each) for each in sets if self._room(each) > 1.0]
         for placed in starts:
             self.know(placed)
-        for placed in starts:
-            add(placed)
-            if self.spending.is_over:
-                break
-        # Programs before ratios: where parameters are large, nothing else is any good.
-        for devices in self.subsets(list(sets))[:_NUM_SUBSETS]:
-            for placed in synthesis.programs(devices, thorough=False):
-                if self.spending.is_over:
-                    break
-                add(placed)
-        for devices in dict.fromkeys((whole, *self.device_sets()[:_NUM_SOLVED])):
-            if self.spending.is_over:
-                break
-            add(synthesis.solved_data_parallel(devices))
-        for placed in synthesis.programs(whole, thorough=True):
+
+        def placed_in_turn() -> Iterator[Placed]:
+            yield from starts
+            # Programs before ratios: where parameters are large, nothing else is any good.
+            for devices in self.subsets(list(sets))[:_NUM_SUBSETS]:
+                yield from synthesis.programs(devices, thorough=False)
+            for devices in dict.fromkeys((whole, *self.device_sets()[:_NUM_SOLVED])):
+                yield synthesis.solved_data_parallel(devices)
+            yield from synthesis.programs(whole, thorough=True)
+
+        for placed in placed_in_turn():
             if self.spending.is_over:
                 break
             add(placed)
@@ -422,9 +419,4 @@ class _Ranking(StrategySearch):
         return self.evaluate((strategy, self.order), self.order)
 
 
-class Hap(Searching):
-    """SPMD program synthesis with solved ratios; see the module docstring."""
-
-    name = "hap"
-    stage = "search"
-    search = _Ranking
+HAP = partial(Searching, "hap", "search", _Ranking)

@@ -6,7 +6,7 @@ that of its padded or uneven volume. Sizes are bytes. Unlike the paper's code, l
 each conversion uses the cheapest of the allowed algorithms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -375,21 +375,30 @@ def data_parallel(theory: Theory) -> tuple[int, ...]:
     return tuple(batch_triple(theory, row, plan) for row in theory.rows)
 
 
+def form_sets(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The forms of each value as a bit set, from pairs (value, number of a form)."""
+    found: dict[int, int] = {}
+    for value, form in pairs:
+        found[value] = found.get(value, 0) | 1 << form
+    return found
+
+
 def program_cost(theory: Theory, prices: SpmdPrices, triples: Sequence[int]) -> float:
     """Cost of a program by definition, whatever the order of the search; see ``a_star``."""
     gradients = {row.reads[1].value for row in theory.rows if row.is_update}
     total = 0.0
     made: dict[int, int] = {}
-    needed: dict[int, int] = {}
     stored: dict[int, int] = {}
-    for row, number in zip(theory.rows, triples, strict=True):
-        triple = row.triples[number]
+    chosen = [
+        (row, number, row.triples[number])
+        for row, number in zip(theory.rows, triples, strict=True)
+    ]
+    for row, number, triple in chosen:
         total += float(prices.seconds[number, row.op])
         made.update(triple.makes)
-        for which, form in triple.needs:
-            needed[which] = needed.get(which, 0) | 1 << form
-            if row.is_update and theory.values[which].role == Role.PARAMETER:
-                stored[which] = form
+        if row.is_update:
+            stored.update(triple.needs[:1])  # of the parameter, then of its gradient
+    needed = form_sets(pair for *_, triple in chosen for pair in triple.needs)
     for number, forms in needed.items():
         value = theory.values[number]
         if value.role == Role.PARAMETER:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from heterog.graph.op_graph import Phase
 from heterog.graph.placement import OpCall
 from heterog.grouped import grouped
-from heterog.methods.hap.programs import SpmdPrices, Work
+from heterog.methods.hap.programs import SpmdPrices, Work, form_sets
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 
 _OVERFLOW_PRICE_S = 1e3
@@ -73,17 +73,17 @@ def best_ratios(
     from scipy.optimize import linprog  # takes 0.3 s, which ranks need not wait for
 
     classes = device_classes(prices.evaluator, prices.devices)
-    rows, bounds, weights = _stages(work, prices, triples, classes)
+    rows, weights = _stages(work, prices, triples, classes)
     num_classes, num_stages = len(classes), len(weights)
     memory, usable = _memory(work, triples, classes)
     # Columns: ratios, stage times, relative overflow of memory.
     width = num_classes + num_stages + 1
     matrix = np.zeros((len(rows) + num_classes, width))
     limit = np.empty(len(rows) + num_classes)
-    for number, (stage, device_class, slope) in enumerate(rows):
+    for number, (stage, device_class, value, slope) in enumerate(rows):
         matrix[number, device_class] = slope
         matrix[number, num_classes + stage] = -1.0
-        limit[number] = -bounds[number]
+        limit[number] = -value
     for number in range(num_classes):
         matrix[len(rows) + number, number] = memory[number]
         matrix[len(rows) + number, -1] = -1.0
@@ -109,15 +109,14 @@ def best_ratios(
 
 def _stages(
     work: Work, prices: SpmdPrices, triples: Sequence[int], classes: Sequence[DeviceClass]
-) -> tuple[list[tuple[int, int, float]], list[float], list[float]]:
-    """(stage, class, slope) of each row, its value at ratio 0, and the weight of each stage."""
+) -> tuple[list[tuple[int, int, float, float]], list[float]]:
+    """(stage, class, value at ratio 0, slope) of each row, and the weight of each stage."""
     even = 1.0 / len(prices.devices)
     tangents = [_tangents(work, prices, each, even) for each in classes]
     theory = work.theory
     numbers: dict[tuple[float, ...], int] = {}
     weights: list[float] = []
-    rows: list[tuple[int, int, float]] = []
-    bounds: list[float] = []
+    rows: list[tuple[int, int, float, float]] = []
 
     def add(lines: list[tuple[int, float, float]], count: int) -> None:
         """Add stages of lines (class, value at 0, slope); like stages become one."""
@@ -127,9 +126,7 @@ def _stages(
             return
         stage = numbers[key] = len(weights)
         weights.append(float(count))
-        for device_class, value, slope in lines:
-            rows.append((stage, device_class, slope))
-            bounds.append(value)
+        rows.extend((stage, *line) for line in lines)
 
     # The same triple of a repeated layer costs the same.
     repeated: dict[tuple[OpCall, int], tuple[int, int]] = {}  # (an op, how often)
@@ -148,7 +145,7 @@ def _stages(
     for num_bytes, count in Counter(_gathered(work, triples)).items():
         latency, per_byte = prices.padded_gather(num_bytes)
         add([(device_class, latency, per_byte) for device_class in range(len(classes))], count)
-    return rows, bounds, weights
+    return rows, weights
 
 
 _Line = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]  # value at 0, slope
@@ -172,18 +169,13 @@ def _tangents(work: Work, prices: SpmdPrices, each: DeviceClass, even: float) ->
 def _gathered(work: Work, triples: Sequence[int]) -> list[int]:
     """Bytes of the values that are made split and needed whole (or along another axis)."""
     theory = work.theory
-    made: dict[int, int] = {}
-    needed: dict[int, int] = {}
-    for row, number in zip(theory.rows, triples, strict=True):
-        made.update(row.triples[number].makes)
-        for value, form in row.triples[number].needs:
-            needed[value] = needed.get(value, 0) | 1 << form
-    found = []
-    for value, form in made.items():
-        forms = list(theory.values[value].forms)
-        if forms[form].kind == "S" and needed.get(value, 0) & ~(1 << form):
-            found.append(theory.values[value].num_bytes)
-    return found
+    chosen = [row.triples[number] for row, number in zip(theory.rows, triples, strict=True)]
+    needed = form_sets(pair for triple in chosen for pair in triple.needs)
+    return [
+        theory.values[value].num_bytes
+        for value, form in dict(pair for triple in chosen for pair in triple.makes).items()
+        if theory.form(value, form).kind == "S" and needed.get(value, 0) & ~(1 << form)
+    ]
 
 
 def _memory(
@@ -196,7 +188,7 @@ def _memory(
     """
     theory = work.theory
     graph = theory.graph
-    fixed = divided = 0.0
+    held_bytes = [0.0, 0.0]  # by every device, and divided
     state = 2.0 + graph.optimizer_state_ratio
     read_late = {
         read.value
@@ -209,17 +201,14 @@ def _memory(
         triple = row.triples[number]
         if row.is_update:
             value, form = triple.needs[0]
-            size = theory.values[value].num_bytes * state
-            fixed, divided = (fixed, divided + size) if form else (fixed + size, divided)
+            held_bytes[form > 0] += theory.values[value].num_bytes * state
         elif graph.ops[row.op].phase == Phase.FORWARD:
             for value, form in triple.makes:
-                kind = list(theory.values[value].forms)[form].kind
                 if value in read_late and value not in seen:
                     seen.add(value)
-                    size = theory.values[value].num_bytes
-                    fixed, divided = (
-                        (fixed, divided + size) if kind == "S" else (fixed + size, divided)
-                    )
+                    is_split = theory.form(value, form).kind == "S"
+                    held_bytes[is_split] += theory.values[value].num_bytes
+    fixed, divided = held_bytes
     grown = 1.0 + MEMORY_MARGIN
     return (
         [grown * divided / each.usable_memory_bytes for each in classes],

@@ -19,7 +19,7 @@ from itertools import pairwise
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import Phase
 from heterog.grouped import grouped
-from heterog.methods.hap.programs import ValueClass
+from heterog.methods.hap.programs import ValueClass, form_sets
 from heterog.methods.hap.theory import Role, Row, Theory, Triple
 
 
@@ -29,7 +29,6 @@ class Visit:
 
     Attributes:
         row: Number of the row in the theory.
-        step: Forward position of its step.
         touched: Values that the row reads or makes, in order of first mention.
         stays: For each touched value, whether it is carried on.
         wanted: For each touched value, the forms (bit set) in which later rows may need it.
@@ -37,7 +36,6 @@ class Visit:
     """
 
     row: int
-    step: int
     touched: tuple[int, ...]
     stays: tuple[bool, ...]
     wanted: tuple[int, ...]
@@ -172,7 +170,11 @@ def fold_in_order(
     num_carried = sum(end - first[value] for value, end in last.items())
     if num_carried > _MOST_CARRIED:
         raise TooWideError(f"{num_carried:,} values are carried past rows, too many to search")
-    needs = [_needed_forms(rows[number]) for number in order]
+    # The forms in which some triple of a row needs each value.
+    needs = [
+        form_sets(pair for triple in rows[number].triples for pair in triple.needs)
+        for number in order
+    ]
     wanted = _wanted_after(needs, touched, order)
     visits: list[Visit] = []
     carried: tuple[int, ...] = ()
@@ -183,7 +185,6 @@ def fold_in_order(
         visits.append(
             Visit(
                 row=number,
-                step=step[number],
                 touched=mine,
                 stays=stays,
                 wanted=tuple(wanted[place][value] for value in mine),
@@ -197,15 +198,6 @@ def fold_in_order(
         )
         history.append(carried)
     return Folded(tuple(visits), tuple(history), _cut(history, order, step, reach))
-
-
-def _needed_forms(row: Row) -> dict[int, int]:
-    """The forms, as bit sets, in which some triple of a row needs each value."""
-    found: dict[int, int] = {}
-    for triple in row.triples:
-        for value, form in triple.needs:
-            found[value] = found.get(value, 0) | 1 << form
-    return found
 
 
 def _wanted_after(
@@ -247,7 +239,6 @@ class Action:
         classes: Value class of each touched value.
         stays: Whether each touched value is carried on.
         wanted: For each touched value, the forms (bit set) that later rows may need.
-        awaited: For each touched value, whether a later row makes it.
     """
 
     op: int
@@ -256,7 +247,6 @@ class Action:
     classes: tuple[int, ...]
     stays: tuple[bool, ...]
     wanted: tuple[int, ...]
-    awaited: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +347,7 @@ class Segments:
             for triple in row.triples
         )
         classes = tuple(self.class_of[value] for value in visit.touched)
-        rest = (row.is_update, triples, classes, visit.stays, visit.wanted, visit.awaited)
+        rest = (row.is_update, triples, classes, visit.stays, visit.wanted)
         key = (self.work_key[row.op], *rest)
         if key not in self._action_ids:
             self._action_ids[key] = len(self.actions)

@@ -14,17 +14,15 @@ from enum import IntEnum
 from heterog.graph.batch_plan import BatchPlan, batch_plan
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRule, Placement
-from heterog.graph.sharding_rules import RuleResult
+from heterog.graph.sharding_rules import RuleResult, Special
 from heterog.grouped import grouped
 from heterog.methods.hap.forms import (
     PARTIAL,
     WHOLE,
     Form,
     Rulebook,
-    draws_shared,
     finer_splits,
     form_of,
-    outers_of,
 )
 
 
@@ -126,6 +124,10 @@ class Theory:
     graph: OpGraph
     values: tuple[Value, ...]
     rows: tuple[Row, ...]
+
+    def form(self, value: int, number: int) -> Form:
+        """A form of a value by its number."""
+        return list(self.values[value].forms)[number]
 
 
 def build_theory(graph: OpGraph, check: Callable[[], None] = lambda: None) -> Theory:
@@ -305,8 +307,8 @@ class _Builder:
         known = [form for forms in seen for form in forms if form.kind == "S"]
         known += [form for forms in made for form in forms if form.kind == "S"]
         for units in dict.fromkeys(form.units for form in known):
-            outers = outers_of(known, units)
-            for rule in self.rules.along(self.graph.calls[row.op], units, outers):
+            outers = {1, *(form.outer for form in known if form.units == units)}
+            for rule in self.rules.along(self.graph.calls[row.op], units, tuple(sorted(outers))):
                 if _is_known(rule.inputs, units, seen) or _is_known(rule.outputs, units, made):
                     yield rule, units
 
@@ -315,7 +317,7 @@ class _Builder:
             partial = [forms for p, forms in zip(rule.inputs, seen, strict=True) if p.kind == "P"]
             # If one summand is partial, whole ones count as partial, too: other devices add zeros.
             is_made = not partial or any(PARTIAL in forms for forms in partial)
-            if is_made and not draws_shared(rule):
+            if is_made and rule.special != Special.SHARED_RANDOM_STREAM:
                 yield rule
 
     def _fixed(self, op: int) -> RuleResult | None:

@@ -221,9 +221,7 @@ class Estimator:
         ]
         each = 1.0 / sum(island.stages / own for island, own in zip(pool, whole, strict=True))
         parts = [each / own for own in whole]  # of the layers
-        sizes = (
-            slices.all_parameter_bytes, slices.all_state_bytes, slices.all_held(point.recompute)
-        )  # fmt: skip
+        sizes = slices.all_bytes(point.recompute)
         returns = slices.num_returns if len(stages) > 1 else 0
         over = max(
             part * sum(map(operator.mul, sizes, self._held(stage, behind, micro, point)))
@@ -319,17 +317,19 @@ class Estimator:
         Returns:
             # [num_layers, num_stages], the same, [num_stages]
         """
-        seconds = np.stack([self._stage_seconds(stage, micro, point) for stage in stages], axis=1)
-        room = [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
-        return seconds, self._memory(stages, micro, point), np.array(room)
-
-    def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
-        """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
-        kind, members = stage.island.kind, stage.island.members
         is_alone = self._is_alone(point)
-        return self.slices.seconds(
-            kind, members, _samples(stage, micro), point.recompute, is_alone
-        )
+        each = [
+            self.slices.seconds(
+                stage.island.kind,
+                stage.island.members,
+                _samples(stage, micro),
+                point.recompute,
+                is_alone,
+            )
+            for stage in stages
+        ]
+        room = [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
+        return np.stack(each, axis=1), self._memory(stages, micro, point), np.array(room)
 
     def _is_alone(self, point: Composition) -> bool:
         """Whether a composition uses one device, which exchanges nothing."""
@@ -423,7 +423,7 @@ class Estimator:
             point: Composition with the micro-batches and the manner.
             others: Kinds of machines in other pools.
         """
-        size, slowest = self.slices.all_parameter_bytes, 0.0
+        size, slowest = self.slices.all_bytes(point.recompute)[0], 0.0
         for stage, part in zip(stages, parts, strict=True):
             kind = self.slices.kinds[stage.island.kind]
             if stage.teams == 1 and not others:

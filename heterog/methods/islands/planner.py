@@ -10,7 +10,7 @@ First, for every way to put kinds into pools, divisions are found by descent on 
 kind after another. Each kind alone gets the whole batch without micro-batches, as replicas and in
 a few numbers of stages, unless that is hopeless by its estimate. Then dynamic programming cuts the
 layers, and the best compositions are simulated. In between, those of the best divisions are
-varied in every respect, the most promising variant first (``prospects``). Each of the two takes
+varied in every respect, the most promising variant first (``Prospects``). Each of the two takes
 half of the time, so that a search that is cut short has done both. The referee judges one
 composition of each division that is varied; its ratio to the engine counts for all of them.
 """
@@ -36,9 +36,8 @@ from heterog.methods.islands.composing import (
     strategy_of,
     structures,
 )
-from heterog.methods.islands.prospects import Prospects
 from heterog.methods.islands.slices import Slices
-from heterog.methods.islands.variants import Variants, can_be_in_a_v, places
+from heterog.methods.islands.variants import Prospects, Variants, can_be_in_a_v, places
 from heterog.methods.megatron_grid import least_bubble
 from heterog.methods.planner import PointSearch, Problem, Searching
 from heterog.simulator.engine import Order
@@ -80,6 +79,8 @@ _Vary = Callable[[Composition], Iterator[Composition]]
 
 class CompositionSearch(PointSearch[Composition]):
     """The compositions of a problem, with their estimates and evaluations."""
+
+    resumes, least_part = True, 0.15
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -523,11 +524,4 @@ def _division(point: Composition) -> tuple[object, ...]:
     return point.pools, point.in_a_v
 
 
-class Islands(Searching):
-    """Unlike pipelines of machines of one kind each; see the module docstring."""
-
-    name = "islands"
-    stage = "search"
-    resumes = True
-    least_part = 0.15
-    search = CompositionSearch
+ISLANDS = partial(Searching, "islands", "search", CompositionSearch)

@@ -117,20 +117,12 @@ class Slices:
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(evaluator.group_saved_bytes) / graph.batch_size
 
-    @cached_property
-    def all_state_bytes(self) -> float:
-        """Parameters, gradients and optimizer state of all layers."""
-        return float(self.state_bytes.sum())
-
-    @cached_property
-    def all_parameter_bytes(self) -> float:
-        """Parameters of all layers."""
-        return float(self.parameter_bytes.sum())
-
     @kept
-    def all_held(self, recompute: Recompute) -> float:
-        """Activations of a sample that wait for the backward pass, of all layers."""
-        return float(self.held_bytes(recompute).sum())
+    def all_bytes(self, recompute: Recompute) -> tuple[float, float, float]:
+        """Parameters, state, and activations of a sample (``held_bytes``), of all layers."""
+        sizes = self.parameter_bytes, self.state_bytes, self.held_bytes(recompute)
+        parameters, state, held = (float(each.sum()) for each in sizes)
+        return parameters, state, held
 
     @kept
     def all_seconds(

@@ -177,7 +177,9 @@ class PlanMoves:
             micro_batches=self._space.micro_batches(micro),
             order=self._order(state, micro),
             schedule=self._schedule(stages, row, micro),
-            blocks=self._blocks_of(decisions, starts),
+            blocks=tuple(sorted({*self._blocks, *starts}))
+            if any(decision.recompute for decision in decisions)
+            else (),
         )
 
     def _row(self, numbers: Sequence[int], starts: Sequence[int]) -> IntArray:
@@ -190,11 +192,6 @@ class PlanMoves:
         """A random order with micro-batches, whose best order differs from that without."""
         orders = self._near.problem.orders
         return orders[int(self.rng.integers(len(orders)))] if micro > 1 else state.order
-
-    def _blocks_of(self, decisions: Sequence[Decision], starts: Sequence[int]) -> tuple[int, ...]:
-        if not any(decision.recompute for decision in decisions):
-            return ()
-        return tuple(sorted({*self._blocks, *starts}))
 
     def _schedule(self, stages: Sequence[Devices], row: IntArray, micro: int) -> PipelineSchedule:
         used = [device for devices in stages for device in devices]

@@ -20,7 +20,7 @@ that leave all devices equal room for samples are tried, too.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -76,29 +76,14 @@ def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: in
     return np.concatenate([[0.0], np.maximum.accumulate(between)])
 
 
-@dataclass(frozen=True, slots=True)
-class Liveness:
+def liveness(tables: GraphTables) -> tuple[FloatArray, FloatArray]:
     """Bytes of live values while each op runs, as a function of a device's samples at once.
 
-    While op r runs, values take ``fixed[r] + samples x per_sample[r]`` bytes.
+    Values live from their maker to their last reader; gradients of parameters are not counted.
+
+    Returns:
+        (bytes whatever the samples, bytes of each sample at once).  # [num_ops] each
     """
-
-    fixed: FloatArray
-    per_sample: FloatArray
-
-    def most_samples(self, room_bytes: float, limit: int) -> int:
-        """Most samples whose values fit into some room, at most ``limit``."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            fits = np.where(
-                self.per_sample > 0.0,
-                (room_bytes - self.fixed) / self.per_sample,
-                np.where(self.fixed <= room_bytes, np.inf, -1.0),
-            )
-        return int(np.clip(np.floor(fits.min()), 0, limit))
-
-
-def liveness(tables: GraphTables) -> Liveness:
-    """Liveness of values from their maker to their last reader, without parameter gradients."""
     num_ops, num_values = len(tables.op_id), len(tables.value_op)
     last = tables.value_op.astype(np.int64).copy()
     np.maximum.at(last, tables.read_value, reading_ops(tables))
@@ -110,7 +95,7 @@ def liveness(tables: GraphTables) -> Liveness:
         np.add.at(change, tables.value_op[kept], sizes[kept])
         np.add.at(change, last[kept] + 1, -sizes[kept])
         rows.append(np.cumsum(change)[:num_ops])
-    return Liveness(*rows)
+    return rows[0], rows[1]
 
 
 def samples_that_fit(
@@ -130,13 +115,13 @@ def samples_that_fit(
     whole, divided = kept_bytes(evaluator, stage, bucket_bytes)
     weights = np.array(slices or [1] * evaluator.cluster.num_devices, np.float64)
     kept = whole + divided * weights / weights.sum()
-    alive = liveness(evaluator.tables)
-    return np.array(
-        [
-            alive.most_samples(room, evaluator.graph.batch_size)
-            for room in (_usable_bytes(evaluator) - kept).tolist()
-        ]
-    )
+    fixed, per_sample = liveness(evaluator.tables)
+    room = (_usable_bytes(evaluator) - kept)[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        alone = np.where(fixed <= room, np.inf, -1.0)  # of ops whose values do not grow
+        fits = np.where(per_sample > 0.0, (room - fixed) / per_sample, alone)
+    most = np.clip(np.floor(fits.min(axis=1)), 0, evaluator.graph.batch_size)
+    return np.asarray(most, np.int64)
 
 
 def kept_bytes(evaluator: Evaluator, stage: int, bucket_bytes: int) -> tuple[float, float]:
@@ -168,11 +153,11 @@ def slices_by_memory(evaluator: Evaluator, stage: int) -> tuple[int, ...]:
     whole, divided = kept_bytes(evaluator, stage, DEFAULT_BUCKET_BYTES)
     speeds = np.array(evaluator.speeds)
     samples = evaluator.graph.batch_size * speeds / speeds.sum()
-    alive = liveness(evaluator.tables)
+    fixed, per_sample = liveness(evaluator.tables)
     equal = divided / len(samples)
     num_micro = 1
     while True:
-        values = (alive.fixed[:, None] + alive.per_sample[:, None] * samples / num_micro).max(0)
+        values = (fixed[:, None] + per_sample[:, None] * samples / num_micro).max(0)
         room = _usable_bytes(evaluator) - whole - values
         if not divided or (num_micro == 1 and room.min() >= equal):
             return ()
@@ -358,7 +343,7 @@ class _Search(StrategySearch):
         """
         evaluator = self.evaluator
         most = samples_that_fit(evaluator, stage, slices)
-        slope = max(float(liveness(evaluator.tables).per_sample.max(initial=0.0)), 1.0)
+        slope = max(float(liveness(evaluator.tables)[1].max(initial=0.0)), 1.0)
         usable = np.array([d.usable_memory_bytes for d in evaluator.cluster.devices], np.float64)
         last: Allocation | None = None
         fitting: Allocation | None = None

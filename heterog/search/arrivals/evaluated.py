@@ -66,16 +66,12 @@ class EvaluatedCluster:
     ) -> None:
         self.cluster = cluster
         self.jobs = dict(jobs)
+        self.kinds = tuple(self.jobs)
         self.methods = tuple(methods)
         self.num_devices = cluster.num_devices
         self.degrees = tuple(_degrees(cluster.num_devices))
         self.num_planned = 0
         self._steps: dict[tuple[object, ...], tuple[float, str] | None] = {}
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Names of the jobs."""
-        return tuple(self.jobs)
 
     @kept
     def alone_s(self, kind: str) -> float:

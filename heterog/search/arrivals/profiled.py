@@ -20,8 +20,8 @@ from scipy.stats import skewnorm
 from heterog.errors import HeterogError, UnknownNameError, named
 from heterog.grouped import grouped
 from heterog.memo import kept
+from heterog.search.arrivals import ramp
 from heterog.search.arrivals.queueing import JobCluster, JobFeatures, JobPlace, JobRequest
-from heterog.search.arrivals.ramp import RampNetwork
 
 NUM_STEPS = 50  # training steps of each job
 _QUANTUM = 0.01
@@ -79,7 +79,7 @@ class ProfiledJob:
         """Distinct numbers of parts of the ops at some degree, ascending."""
         return tuple(sorted({op.parts(degree) for op in self.ops}))
 
-    def step_s(self, degree: int, network: RampNetwork, blocks: dict[int, int]) -> float:
+    def step_s(self, degree: int, blocks: dict[int, int]) -> float:
         """Seconds of a training step whose ops are split into at most ``degree`` parts.
 
         The time of a split op is divided by its number of parts. A message between ops on the same
@@ -89,7 +89,6 @@ class ProfiledJob:
 
         Args:
             degree: Most parts of an op.
-            network: Network that prices messages.
             blocks: Block of workers for each number of parts.
         """
         total = 0.0
@@ -97,22 +96,20 @@ class ProfiledJob:
             parts = op.parts(degree)
             total += (op.forward + op.backward) / parts
             if parts > 1:
-                pair = (min(2, side) for side in network.extent(blocks[parts]))
-                total += network.all_reduce_s(2 * op.memory_bytes / parts, *pair)
+                pair = (min(2, side) for side in ramp.extent(blocks[parts]))
+                total += ramp.all_reduce_s(2 * op.memory_bytes / parts, *pair)
             for index in op.inputs:
-                total += 2 * self._edge_s(self.ops[index], parts, degree, network, blocks)
+                total += 2 * self._edge_s(self.ops[index], parts, degree, blocks)
         return total
 
     @staticmethod
-    def _edge_s(
-        source: ProfiledOp, parts: int, degree: int, network: RampNetwork, blocks: dict[int, int]
-    ) -> float:
+    def _edge_s(source: ProfiledOp, parts: int, degree: int, blocks: dict[int, int]) -> float:
         sent_from = source.parts(degree)
         if blocks[sent_from] != blocks[parts]:
-            return network.one_to_one_s(source.memory_bytes / (sent_from * parts))
+            return ramp.one_to_one_s(source.memory_bytes / (sent_from * parts))
         if parts == 1:
             return 0.0
-        return network.all_reduce_s(source.memory_bytes, *network.extent(blocks[parts]))
+        return ramp.all_reduce_s(source.memory_bytes, *ramp.extent(blocks[parts]))
 
     @cached_property
     def features(self) -> JobFeatures:
@@ -149,16 +146,11 @@ def profiled_jobs() -> dict[str, ProfiledJob]:
 class RampCluster:
     """The paper's profiled jobs on its RAMP network, as ``queueing.JobCluster``."""
 
+    num_devices, degrees = ramp.NUM_WORKERS, ramp.LEGAL_DEGREES
+
     def __init__(self) -> None:
         self.jobs = profiled_jobs()
-        self.network = RampNetwork()
-        self.num_devices = self.network.num_workers
-        self.degrees = self.network.legal_degrees
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Names of the jobs."""
-        return tuple(self.jobs)
+        self.kinds = tuple(self.jobs)
 
     def alone_s(self, kind: str) -> float:
         """Seconds of a job on one worker."""
@@ -171,7 +163,7 @@ class RampCluster:
     def place(self, kind: str, degree: int, occupied: int) -> JobPlace | None:
         """First-fit blocks, one for each distinct number of parts; a worker has one job."""
         widths = named("job", kind, self.jobs).widths(degree)
-        blocks = tuple(self.network.first_fit(parts, occupied) for parts in widths)
+        blocks = tuple(ramp.first_fit(parts, occupied) for parts in widths)
         if not all(blocks):
             return None
         return JobPlace(devices=reduce(or_, blocks), seconds=self._seconds(kind, degree, blocks))
@@ -180,7 +172,7 @@ class RampCluster:
     def _seconds(self, kind: str, degree: int, blocks: tuple[int, ...]) -> float:
         job = self.jobs[kind]
         block_of = dict(zip(job.widths(degree), blocks, strict=True))
-        return NUM_STEPS * job.step_s(degree, self.network, block_of)
+        return NUM_STEPS * job.step_s(degree, block_of)
 
 
 DeadlineName = Literal["A", "B", "C", "D"]

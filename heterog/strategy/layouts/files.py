@@ -121,9 +121,10 @@ def _torchtitan(fields: Fields) -> LayoutFile:
     fields.merge(at, older="training", having="_parallel_")
     replicas = fields.number(at, "data_parallel_replicate_degree", 1)
     shards = fields.number(at, "data_parallel_shard_degree", -1, least=-1)
-    tp = fields.number(at, "tensor_parallel_degree", 1)
-    cp = fields.number(at, "context_parallel_degree", 1)
-    pp = fields.number(at, "pipeline_parallel_degree", 1)
+    tp, cp, pp = (
+        fields.number(at, f"{kind}_parallel_degree", 1)
+        for kind in ("tensor", "context", "pipeline")
+    )
     # By default FSDP reshards only without a pipeline, where every micro-batch would gather again.
     keeping = ("never", "default") if pp > 1 else ("never",)
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") in keeping
@@ -262,9 +263,11 @@ def _deepspeed(fields: Fields) -> LayoutFile:
             "in a text for teams that share sequences in a ring."
         )
     fields.skip(at, *_DEEPSPEED_TUNING)
-    tp = fields.number("tensor_parallel", "autotp_size", 1, least=0)
-    tp = max(tp, fields.number("tensor_parallel", "tp_size", 1), 1)
-    tp = max(tp, fields.number("tensor_parallel.tp", "tp_size", 1))
+    tp = max(
+        fields.number("tensor_parallel", "autotp_size", 1, least=0),
+        fields.number("tensor_parallel", "tp_size", 1),
+        fields.number("tensor_parallel.tp", "tp_size", 1),
+    )
     pp = fields.number("pipeline", "stages", 1, auto=True)
     fields.skip("pipeline", "partition", "seed_layers")
     again = fields.number("pipeline", "activation_checkpoint_interval", 0, least=0)
@@ -387,12 +390,12 @@ def _with_mesh(fields: Fields, layout: Layout) -> Layout:
         return layout
     if (degree := fields.number(at, f"{name}sp_size", 1)) > 1:
         raise LayoutError(f"{name}sp_size is {degree}; it cannot be said yet, only 1.")
-    cp = fields.number(at, f"{name}cp_size", 1)
     fields.skip(at, *(f"{name}{each}" for each in _MESH_TUNING))
-    replicas = fields.number(at, f"{name}dp_replicate_size", 1)
-    shards = fields.number(at, f"{name}dp_shard_size", 1)
+    tp, cp, replicas, shards = (
+        fields.number(at, f"{name}{axis}_size", 1)
+        for axis in ("tp", "cp", "dp_replicate", "dp_shard")
+    )
     zero = layout.zero if shards > 1 else 0
-    tp = fields.number(at, f"{name}tp_size", 1)
     return replace(
         layout,
         tp=max(layout.tp, tp),

@@ -16,7 +16,12 @@ from heterog.strategy.layouts.pipelines import (
     strategy_of_pipelines,
     teams_of_groups,
 )
-from heterog.strategy.layouts.stages import layer_numbers, shared_across_stages, stage_of_groups
+from heterog.strategy.layouts.stages import (
+    layer_blocks,
+    shared_across_stages,
+    stage_of_group,
+    stage_of_groups,
+)
 from heterog.strategy.strategy import Strategy
 
 
@@ -126,7 +131,8 @@ def place_layout(
         layout = replace(layout, zero=0, dp_replicate=1)
     stages = stage_of_groups(graph, layout)
     by_layer = layout.schedule == "breadth_first" and layout.pp == 1
-    shared = shared_across_stages(graph, layer_numbers(graph) if by_layer else stages)
+    chunks = stage_of_group(layer_blocks(graph), len(stages)) if by_layer else stages
+    shared = shared_across_stages(graph, chunks)
     pipeline = Pipeline(
         stages=stages,
         teams=tuple(

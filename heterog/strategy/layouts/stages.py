@@ -7,7 +7,6 @@ numbered containers (``transformer.h.0``, ``layers.3``, ``layer1.0``), in the or
 run.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -183,12 +182,6 @@ def _by_modules(graph: OpGraph, split: Sequence[str]) -> tuple[int, ...]:
             "each once, and none the very first one."
         )
     return tuple(sum(start <= group for start in starts) for group in range(len(names)))
-
-
-def layer_numbers(graph: OpGraph) -> tuple[int, ...]:
-    """Number of the block of ``layer_blocks`` that each group is in."""
-    starts = layer_blocks(graph)
-    return tuple(bisect_right(starts, group) for group in range(group_ops(graph).num_groups))
 
 
 def shared_across_stages(graph: OpGraph, stages: Sequence[int]) -> tuple[str, ...]:

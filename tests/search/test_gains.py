@@ -2,8 +2,7 @@
 
 import pytest
 
-from heterog.search.rows import MethodRow, by_time
-from heterog.search.stability import gain, reference_of, robust_rank
+from heterog.search.rows import MethodRow, by_time, gain, reference_of, robust_rank
 
 
 def row(method: str, step_time_s: float | None, noisy: tuple[float, ...] = ()) -> MethodRow:
