@@ -20,7 +20,7 @@ from rich.text import Text
 
 from heterog.cluster.catalog import LinkKind, ListedType, NetworkKind
 from heterog.cluster.topology import Cluster
-from heterog.explain.decided import what_was_decided
+from heterog.explain.decided import Decided, what_was_decided
 from heterog.explain.explanation import Explanation
 from heterog.explain.wording import near_limit, percent, size_with_interval
 from heterog.grouped import grouped
@@ -31,7 +31,7 @@ from heterog.search.objective import cost_per_step
 from heterog.search.plan import Plan
 from heterog.search.rows import MethodRow, reference_of
 from heterog.simulator.critical_path import Limit
-from heterog.simulator.memory_breakdown import Fit, MemoryKind
+from heterog.simulator.memory_breakdown import DeviceMemory, Fit, MemoryKind
 from heterog.units import GIB, format_bytes, format_range, format_seconds
 from heterog.zoo.registry import ZooEntry
 
@@ -383,78 +383,71 @@ def answer(
         files: Lines about files that were written, and what they are for.
         advice: Last line, where to read on, if there is anywhere.
     """
-    width = max(width, NARROWEST)
-    room = width - _LABEL
-    together = [", ".join(files)] if files else []
-    written = together if together and len(together[0]) <= room else files
-    rest = [("files", written), ("more", [advice] if advice else [])]
-    for most in (_LINES, _FEW_LINES):
-        texts = _texts(explanation, room, most)
-        also = [("also", _in_lines(remark, room, most["also"])) for remark in remarks]
-        around = [*texts, *also, *rest]
-        left = MOST_LINES - 1 - sum(len(lines) for _, lines in around)
-        if left >= min(2 + len(explanation.decided.ranges), _GOOD_TABLE):
-            break
-    where = placement_lines(explanation.plan, explanation.decided, room, max(left, _LEAST_TABLE))
-    texts.insert(-1, ("where", where))
-    head = Text(_cut(_head(explanation.plan, width), width), style="bold", no_wrap=True)
-    shown = [line for part in (*texts, *also, *rest) for line in _beside(part)]
-    return [head, *_at_most(shown, MOST_LINES - 1)]
+    plan, decided, fit = explanation.plan, explanation.decided, explanation.fit
+    wordings = {
+        "do": [explanation.recommendation],
+        "gain": [_gain(explanation, with_range=True), _gain(explanation, with_range=False)],
+        "memory": [_memory(plan, fit, decided, with_interval=each) for each in (True, False)],
+        "limits": [_limits(explanation, number) for number in (3, 2, 1, 0)],
+    }
+    return _page(plan, decided, wordings, width=width, remarks=remarks, files=files, advice=advice)
 
 
 def brief_answer(
     plan: Plan, *, width: int = 80, remarks: Sequence[str] = (), files: Sequence[str] = ()
 ) -> list[Text]:
-    """Like ``answer``, for a plan whose step has too many tasks for an explanation.
-
-    Args:
-        plan: Plan that is not ``is_written``.
-        width: Width of the terminal in columns.
-        remarks: Further sentences, as for ``answer``.
-        files: Lines about files, as for ``answer``.
-    """
-    width = max(width, NARROWEST)
-    room = width - _LABEL
+    """Like ``answer``, for a plan whose step has too many tasks for an explanation."""
     decided = what_was_decided(plan.strategy, plan.graph, plan.cluster)
     gains = [f"{each.speedup:,.2f}x over {each.over}" for each in plan.gains]
-    texts: list[Part] = [
-        ("gain", _in_lines(", ".join(gains) or "no other method fits", room, 2)),
-        ("memory", _in_lines(_brief_memory(plan), room, 2)),
-        ("where", placement_lines(plan, decided, room, _GOOD_TABLE)),
-        *(("also", _in_lines(remark, room, 2)) for remark in remarks),
-        *([("files", files)] if files else []),
-    ]
-    head = Text(_cut(_head(plan, width), width), style="bold", no_wrap=True)
-    return [head, *_at_most([line for part in texts for line in _beside(part)], MOST_LINES - 1)]
-
-
-def _brief_memory(plan: Plan) -> str:
-    """Whether a plan fits, how sure that is if the limit is near, and the fullest device."""
-    usable = [device.usable_memory_bytes for device in plan.cluster.devices]
-    peaks = list(zip(plan.peak_memory_bytes, usable, strict=True))
-    peak, limit = fullest = max(peaks, key=lambda pair: pair[0] / pair[1])
-    device = plan.cluster.devices[peaks.index(fullest)]
-    lacks = peak > limit
-    verdict = "does not fit" if lacks or plan.shortage else "fits"
-    if lacks or not plan.shortage:
-        near = near_limit(plan.peak_errors, peaks)
-        verdict += f", but {near}" if near else ""
-    verdict += f": {plan.shortage}" if plan.shortage else ""
-    size = f"{size_with_interval(plan.peak_errors, peak)} of {format_bytes(limit)}"
-    return f"{verdict}; fullest is {device.name} ({device.type.name}), {size}"
-
-
-def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
-    """The parts that every answer has, each as lines."""
-    texts = {
-        "do": [explanation.recommendation],
-        "gain": [_gain(explanation, with_range=True), _gain(explanation, with_range=False)],
-        "memory": [_memory(explanation, with_interval=True), _memory(explanation)],
-        "limits": [_limits(explanation, number) for number in (3, 2, 1, 0)],
+    peaks = zip(plan.cluster.devices, plan.peak_memory_bytes, strict=True)
+    fit = Fit(
+        devices=tuple(
+            DeviceMemory(
+                device=device.name,
+                device_type=device.type.name,
+                peak_bytes=peak,
+                usable_bytes=device.usable_memory_bytes,
+                parts=(),
+            )
+            for device, peak in peaks
+        )
+    )
+    wordings = {
+        "gain": [", ".join(gains) or "no other method fits"],
+        "memory": [_memory(plan, fit, decided, with_interval=each) for each in (True, False)],
     }
-    return [
-        (label, _first_that_fits(wordings, room, most[label])) for label, wordings in texts.items()
-    ]
+    return _page(plan, decided, wordings, width=width, remarks=remarks, files=files)
+
+
+def _page(
+    plan: Plan,
+    decided: Decided,
+    wordings: Mapping[str, Sequence[str]],
+    *,
+    width: int,
+    remarks: Sequence[str],
+    files: Sequence[str],
+    advice: str = "",
+) -> list[Text]:
+    """The lines of an answer; each of its first parts takes the longest wording that fits."""
+    width = max(width, NARROWEST)
+    room = width - _LABEL
+    together = [", ".join(files)] if files else []
+    written = together if together and len(together[0]) <= room else files
+    for most in (_LINES, _FEW_LINES):
+        texts = {
+            label: _first_that_fits(each, room, most[label]) for label, each in wordings.items()
+        }
+        also = [("also", _in_lines(remark, room, most["also"])) for remark in remarks]
+        last = [*also, ("files", written), ("more", [advice] if advice else [])]
+        left = MOST_LINES - 1 - sum(len(lines) for _, lines in (*texts.items(), *last))
+        if left >= min(2 + len(decided.ranges), _GOOD_TABLE):
+            break
+    where = placement_lines(plan, decided, room, max(left, _LEAST_TABLE))
+    limits = [("limits", texts.pop("limits", []))]
+    head = Text(_cut(_head(plan, width), width), style="bold", no_wrap=True)
+    parts = (*texts.items(), ("where", where), *limits, *last)
+    return [head, *_at_most([line for part in parts for line in _beside(part)], MOST_LINES - 1)]
 
 
 def _first_that_fits(wordings: Sequence[str], room: int, most: int) -> list[str]:
@@ -507,32 +500,25 @@ def _gain(explanation: Explanation, *, with_range: bool) -> str:
     return ", ".join(said)
 
 
-def _memory(explanation: Explanation, *, with_interval: bool = False) -> str:
+def _memory(plan: Plan, fit: Fit, decided: Decided, *, with_interval: bool) -> str:
     """Whether the plan fits, how sure that is near the limit, and the fullest device."""
-    plan, fit = explanation.plan, explanation.fit
     fullest = fit.fullest
     needs = size_with_interval(plan.peak_errors if with_interval else None, fullest.peak_bytes)
     size = f"{needs} of {format_bytes(fullest.usable_bytes)}"
     near = near_limit(plan.peak_errors, fit.peaks)
     who = f"{fullest.device} ({fullest.device_type})"
-    if fit.is_ok:
-        if plan.step_time_s is None:
-            why = plan.shortage or plan.outcome.replace("_", " ")
-            return f"fits, but it cannot run: {why}"
-        if near:
-            return f"fits, but {near}; fullest is {who}, {size}{_recomputed(explanation)}"
-        part = percent(fullest.peak_bytes / fullest.usable_bytes)
-        return f"fits; fullest is {who}, {size} ({part}){_recomputed(explanation)}"
-    others = sum(device.lacking_bytes > 0 for device in fit.devices) - 1
-    also = f", and {others} more lack some" if others else ""
-    verdict = f"does not fit, but {near}" if near else "does not fit"
-    return f"{verdict}: {who} lacks {format_bytes(fullest.lacking_bytes)} ({size}){also}"
-
-
-def _recomputed(explanation: Explanation) -> str:
-    decided = explanation.decided
-    words = f"{decided.num_recomputing} of {decided.num_groups} groups recompute"
-    return f"; {words} {decided.recomputed}" if decided.num_recomputing else ""
+    if not fit.is_ok:
+        others = sum(device.lacking_bytes > 0 for device in fit.devices) - 1
+        also = f", and {others} more lack some" if others else ""
+        verdict = f"does not fit, but {near}" if near else "does not fit"
+        return f"{verdict}: {who} lacks {format_bytes(fullest.lacking_bytes)} ({size}){also}"
+    if plan.step_time_s is None:
+        return f"fits, but it cannot run: {plan.shortage or plan.outcome.replace('_', ' ')}"
+    part = "" if near else f" ({percent(fullest.peak_bytes / fullest.usable_bytes)})"
+    again = f"{decided.num_recomputing} of {decided.num_groups} groups recompute"
+    recomputed = f"; {again} {decided.recomputed}" if decided.num_recomputing else ""
+    but = f", but {near}" if near else ""
+    return f"fits{but}; fullest is {who}, {size}{part}{recomputed}"
 
 
 _LIMITS = {
