@@ -37,9 +37,9 @@ def main() -> None:
     asked = parser.parse_args()
     known = default_methods(asked.policy)
     planners: list[Planner] = [
-        Agent(asked.policy, name="agent_greedy", num_samples=1, drafts=False),
-        Agent(asked.policy, name="agent_16", num_samples=16, drafts=False),
-        Agent(asked.policy, drafts=False),  # what the draws alone say
+        Agent(asked.policy, name="agent_greedy", num_samples=1, only_rows=True),
+        Agent(asked.policy, name="agent_16", num_samples=16, only_rows=True),
+        Agent(asked.policy, only_rows=True),  # what the draws alone say
         AgentSearch(asked.policy),
         *(known[name] for name in ("ev_ps", "ev_ar", "cp_ps", "cp_ar")),
     ]

@@ -9,8 +9,6 @@
   ``evaluation`` compares.
 - ``proposals`` are a policy's answer: ``ways`` draws rows, ``stages`` makes pipelines near them,
   ``op_level`` scores the best at the op level, ``finishing`` adds teams and schedules.
-- ``drafts`` are whole plans in a few words, which a ``drafter`` draws; ``draft_estimates`` has
-  their closed form, ``beginnings`` tries the most promising.
 - ``improver`` scores the moves of a local search, ``move_imitation`` trains it.
 - ``planners`` are the methods ``agent`` and ``agent+search``; ``job_ppo`` learns for arriving
   jobs; ``conformance`` checks encoders, ``benchmark`` compares methods on suites.

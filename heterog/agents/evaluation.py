@@ -65,8 +65,8 @@ def evaluate_policy(
     rows = _long_search(evaluator, budget, seed, progress)
     asked: list[Planner] = [
         *([request.given] if request.given is not None else []),
-        Agent(policy, name="agent_greedy", num_samples=1, drafts=False),
-        Agent(policy, name="agent_16", num_samples=16, drafts=False),
+        Agent(policy, name="agent_greedy", num_samples=1, only_rows=True),
+        Agent(policy, name="agent_16", num_samples=16, only_rows=True),
         Agent(policy),
     ]
     if tuned is not None:

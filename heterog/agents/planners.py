@@ -1,12 +1,11 @@
 """Policies as planners: ``agent`` answers alone, ``agent+search`` leads a local search.
 
-``agent`` makes one pass of the network and at most 64 draws (the first one greedy), makes more
-rows from the best draws, refines the best rows for a bounded number of simulated tasks and returns
-four (``proposals``, ``op_level``). It neither includes nor improves baselines. Beside other
-methods, ``auto`` gives it the seconds of a whole answer (``whole_s``), or none. Asked again,
-``agent`` makes further draws. It also drafts whole plans; alone, in the seconds of
-``answer_limit_s`` that the draws leave. In the seconds after that, led moves finish the best of
-draws and drafts (``beginnings``).
+``agent`` begins either by a policy's rows (``proposals``) or by the most promising compositions of
+``islands``; led moves finish the best for the rest of the seconds of an answer
+(``answer_limit_s``). Rows are one pass of the network and at most 64 draws (the first one greedy),
+more rows made from the best draws, and the best rows refined for a bounded number of simulated
+tasks. Beside other methods, which have plans already, rows are all: ``auto`` gives them the
+seconds of a whole answer (``whole_s``), or none. Asked again, ``agent`` makes further draws.
 ``agent+search`` gives the same proposals to local search as seeds, lets its moves use parts of
 further draws, so that the policy's probabilities order them, and has them led by the policy that
 improves plans (``improver``).
@@ -14,7 +13,6 @@ improves plans (``improver``).
 torch is imported when one is asked to plan.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, wraps
@@ -23,7 +21,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from heterog.agents.beginnings import DraftAgent, left_of
 from heterog.agents.op_level import NUM_RETURNED
 from heterog.agents.proposals import (
     MANY_DEVICES,
@@ -33,8 +30,9 @@ from heterog.agents.proposals import (
     answer_s,
 )
 from heterog.errors import HeterogError
+from heterog.methods.islands.planner import Islands
 from heterog.methods.local_search.planner import Lead, LocalSearch
-from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import Budget, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
 from heterog.names import shown
 from heterog.simulator.compile_kernels import smallest_graph
@@ -51,13 +49,16 @@ MOST_DEVICES = 1024
 """An answer for 836 takes about ten seconds."""
 ROWS_PART = 0.25
 """Part of the budget for draws if there is nothing to divide."""
-LEAST_FOR_DRAFTS, LEAST_DRAFTS_S = 64, 0.1
-"""Fewest remaining evaluations, and seconds, with which drafts are tried, too."""
+ISLANDS_PART = 0.4
+"""Part of an answer for islands; moves have the rest."""
 ANSWER_LIMITS = ((16, 0.95), (64, 1.95), (1024, 4.95))
-"""(devices, seconds of an answer with drafts if no other method runs), interpolated over the
-logarithm of devices. The more seconds rows take, the fewer drafts are tried. The last simulation
-ends a little later: an answer takes 1, 2 and 5 seconds."""
-_LAST_S, _HAS_ASKED, _DRAFTED = "last_s", "has_asked", "drafted"  # in a method's memory
+"""(devices, seconds of an answer if no other method runs), interpolated over the logarithm of
+devices. The last simulation ends a little later: an answer takes 1, 2 and 5 seconds."""
+MOST_EVALUATIONS = 600
+"""Most evaluations of an answer, under a budget in evaluations."""
+LARGEST = 250_000
+"""Most tasks of a simulation in an answer: half a second if few devices can be folded."""
+_LAST_S, _HAS_ASKED = "last_s", "has_asked"  # in a method's memory
 _TOO_MANY = PlanResult(
     candidates=(),
     num_evaluations=0,
@@ -126,7 +127,7 @@ def _is_too_short(needed_s: float, problem: Problem) -> bool:
 
 
 def answer_limit_s(num_devices: int) -> float:
-    """Seconds of an answer if no other method runs; later, no more drafts are tried.
+    """Seconds of an answer if no other method runs.
 
     >>> [round(answer_limit_s(devices), 2) for devices in (2, 16, 64, 256, 1024)]
     [0.95, 0.95, 1.95, 3.45, 4.95]
@@ -135,15 +136,26 @@ def answer_limit_s(num_devices: int) -> float:
     return float(np.interp(np.log(num_devices), np.log(devices), seconds))
 
 
-def drafts_budget(left: Budget, num_devices: int, spent_s: float = 0.0) -> Budget:
-    """Budget of drafts: seconds up to ``answer_limit_s``, minus those that draws have spent.
+def of_an_answer(budget: Budget, num_devices: int) -> Budget:
+    """The part of a budget that an answer may take.
 
-    >>> drafts_budget(Budget(seconds=60.0), 16, spent_s=0.7).seconds
-    0.25
+    >>> of_an_answer(Budget(seconds=60.0), 16), of_an_answer(Budget(evaluations=50), 16)
+    (Budget(seconds=0.95, evaluations=None), Budget(seconds=None, evaluations=50))
     """
-    if left.seconds is None:
-        return left
-    return Budget(seconds=max(min(left.seconds, answer_limit_s(num_devices) - spent_s), 1e-3))
+    if budget.evaluations is not None:
+        return Budget(evaluations=min(budget.evaluations, MOST_EVALUATIONS))
+    return Budget(seconds=min(budget.limit_s, answer_limit_s(num_devices)))
+
+
+def left_of(budget: Budget, evaluations: int, seconds: float = 0.0) -> Budget:
+    """What is left of a budget after some evaluations or seconds; at least a little.
+
+    >>> left_of(Budget(evaluations=5), 2, 9.0), left_of(Budget(seconds=1.0), 2, 9.0)
+    (Budget(seconds=None, evaluations=3), Budget(seconds=0.001, evaluations=None))
+    """
+    if budget.evaluations is not None:
+        return Budget(evaluations=max(budget.evaluations - evaluations, 1))
+    return Budget(seconds=max(budget.limit_s - seconds, 1e-3))
 
 
 def shipped_lead() -> Lead:
@@ -179,7 +191,7 @@ class _AsksPolicy(Planner):
 
     Args:
         policy: Name of a shipped policy, a file, or the network itself.
-        lead: Function that makes the lead of the moves that finish drafts, or of the search.
+        lead: Function that makes the lead of the moves that finish an answer, or of the search.
     """
 
     resumes = True
@@ -199,13 +211,6 @@ class _AsksPolicy(Planner):
             f"{problem.budget.limit_s:.1f} s that it has; a larger budget lets it answer"
         )
         return PlanResult(candidates=(), num_evaluations=0, reason=reason)
-
-    def _drafted(self, problem: Problem, left: Budget, spent_s: float = 0.0) -> PlanResult:
-        """The best drafts and seeds, finished by moves; none if too little budget is left."""
-        budget = drafts_budget(left, problem.evaluator.cluster.num_devices, spent_s)
-        if budget.most_evaluations < LEAST_FOR_DRAFTS or budget.limit_s < LEAST_DRAFTS_S:
-            return _NO_DRAFTS
-        return DraftAgent(lead=self._lead()).plan(replace(problem, budget=budget))
 
     @as_torch_starts
     def prepare(self, evaluator: Evaluator) -> None:
@@ -229,7 +234,7 @@ class Agent(_AsksPolicy):
         policy: As for every method that asks one.
         name: Name of the method.
         num_samples: Number of draws, the greedy one included.
-        drafts: Whether whole plans are drafted beside the draws, and the best of both finished.
+        only_rows: Whether an answer is the rows of the policy alone.
         lead: As for every method that asks a policy.
     """
 
@@ -241,11 +246,11 @@ class Agent(_AsksPolicy):
         *,
         name: str = "agent",
         num_samples: int = NUM_SAMPLES,
-        drafts: bool = True,
+        only_rows: bool = False,
         lead: NewLead = shipped_lead,
     ) -> None:
         super().__init__(policy, lead=lead)
-        self.name, self._num_samples, self._drafts = name, num_samples, drafts
+        self.name, self._num_samples, self._only_rows = name, num_samples, only_rows
 
     def whole_s(self, problem: Problem) -> float:
         """Seconds of an answer: what the last one took, or a guess."""
@@ -255,8 +260,35 @@ class Agent(_AsksPolicy):
     @as_torch_starts
     def plan(self, problem: Problem) -> PlanResult:
         """Propose once; most of the budget is left over."""
-        if problem.evaluator.cluster.num_devices > MOST_DEVICES:
+        evaluator = problem.evaluator
+        if evaluator.cluster.num_devices > MOST_DEVICES:
             return _TOO_MANY
+        if self._only_rows or problem.seeds:
+            return self._rows(problem)
+        budget = of_an_answer(problem.budget, evaluator.cluster.num_devices)
+        asked, spending = replace(problem, budget=budget), problem.spend()
+        allowed, evaluator.most_tasks = evaluator.most_tasks, min(evaluator.most_tasks, LARGEST)
+        try:
+            begun = self._begun(asked)
+            rest = left_of(budget, begun.num_evaluations, spending.seconds)
+            finished = LocalSearch(self._lead()).plan(
+                replace(asked, budget=rest, seeds=begun.candidates, memory={})
+            )
+        finally:
+            evaluator.most_tasks = allowed
+        return PlanResult(
+            candidates=(*finished.candidates[: NUM_RETURNED - 1], *begun.candidates[:1]),
+            num_evaluations=begun.num_evaluations + finished.num_evaluations,
+        )
+
+    def _begun(self, problem: Problem) -> PlanResult:
+        """The plans from which moves begin."""
+        if problem.has_only_places:
+            return self._rows(problem)
+        return begun_by_islands(problem, ISLANDS_PART)
+
+    def _rows(self, problem: Problem) -> PlanResult:
+        """The best rows of the policy."""
         if (refusal := self._refusal(problem)) is not None:
             return refusal
         spending = problem.spend()
@@ -264,25 +296,18 @@ class Agent(_AsksPolicy):
         asked = replace(problem, budget=problem.budget.part(_rows_part(problem)))
         found = _more(proposals, self.policy, asked, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
-        drafted: PlanResult | None = problem.memory.get(_DRAFTED)
-        left = left_of(problem.budget, found.num_evaluations, spending.seconds)
-        # Drafts take about as long again; beside other methods they wait until there is time.
-        has_time = not _is_too_short(answer_s(problem.evaluator), replace(problem, budget=left))
-        if self._drafts and has_time and drafted is None:
-            spent_s = 0.0 if problem.seeds else spending.seconds
-            drafted = self._drafted(replace(problem, seeds=found.candidates), left, spent_s)
-            problem.memory[_DRAFTED] = replace(drafted, num_evaluations=0)
-        drafted = drafted or _NO_DRAFTS
-        return PlanResult(
-            candidates=_best((*found.candidates, *drafted.candidates)),
-            num_evaluations=found.num_evaluations + drafted.num_evaluations,
-        )
+        return PlanResult(candidates=found.candidates, num_evaluations=found.num_evaluations)
+
+
+def begun_by_islands(problem: Problem, part: float) -> PlanResult:
+    """The best compositions that ``islands`` finds with a part of a budget."""
+    return Islands().plan(replace(problem, budget=problem.budget.part(part), memory={}))
 
 
 class AgentSearch(_AsksPolicy):
     """Local search that policies lead; see the module docstring.
 
-    Plans are drafted as by ``Agent``; after other methods, it starts from their plans instead.
+    It also starts from compositions of ``islands``; after other methods, from their plans instead.
     """
 
     name = "agent+search"
@@ -313,10 +338,10 @@ class AgentSearch(_AsksPolicy):
         asked = replace(problem, budget=problem.budget.part(_rows_part(problem, whole)))
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
-        drafted = _NO_DRAFTS
+        begun = PlanResult(candidates=(), num_evaluations=0)
         if not problem.seeds and not problem.has_only_places:
             rest = left_of(problem.budget, found.num_evaluations, spending.seconds)
-            drafted = self._drafted(problem, rest.part(0.5))
+            begun = begun_by_islands(replace(problem, budget=rest), 0.5)
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
@@ -326,32 +351,20 @@ class AgentSearch(_AsksPolicy):
         seeds = tuple(
             replace(candidate, orders=(problem.first_order,)) for candidate in found.candidates
         )
-        num_evaluations = found.num_evaluations + drafted.num_evaluations
+        num_evaluations = found.num_evaluations + begun.num_evaluations
         rest = left_of(problem.budget, num_evaluations, spending.seconds)
         searched = LocalSearch(self._lead()).plan(
             replace(
                 problem,
                 budget=rest,
-                seeds=(*seeds, *drafted.candidates, *problem.seeds),
+                seeds=(*seeds, *begun.candidates, *problem.seeds),
                 proposals=proposals,
             )
         )
         return PlanResult(
-            candidates=(*searched.candidates, *found.candidates[:1], *drafted.candidates[:1]),
+            candidates=(*searched.candidates, *found.candidates[:1], *begun.candidates[:1]),
             num_evaluations=num_evaluations + searched.num_evaluations,
         )
-
-
-_NO_DRAFTS = PlanResult(candidates=(), num_evaluations=0)
-
-
-def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The best few by the referee; candidates that it has not judged come last."""
-    unknown = math.inf, math.inf
-    ranked = sorted(
-        candidates, key=lambda each: unknown if each.judged is None else each.judged.preference
-    )
-    return tuple(ranked[:NUM_RETURNED])
 
 
 def _rows_part(problem: Problem, whole: float = 1.0) -> float:

@@ -42,7 +42,7 @@ HOPELESS = 0.05
 """Missing part of memory, by the coarse evaluator, above which a plain row is not scored."""
 
 ANSWER_S, ANSWER_BLOCK_S, ANSWER_OP_S = 0.3, 1.2e-4, 8e-5
-"""CPU seconds of an answer without drafts: constant, per group and device, and per op. They were
+"""CPU seconds of a policy's rows: constant, per group and device, and per op. They were
 within a fifth of five answers (8, 16, 64, 235 and 287 devices; 61 to 111 groups, loaded cores);
 models of few groups on many devices take longer (6 groups on 82: 1.1 s)."""
 ANSWER_DEVICE_S = 0.012

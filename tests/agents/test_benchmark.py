@@ -360,7 +360,7 @@ def test_a_row_without_training_answers_as_agent_does_with_the_same_networks() -
     for method in (row, known_rows()["agent"]):
         problem = Problem(evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=400))
         found = method.plan(problem)
-        assert found.num_evaluations > 200  # more than draws take: drafts, and moves
+        assert found.num_evaluations > 200  # islands, and moves
         answers.append([each.strategy for each in found.candidates])
     assert answers[0] == answers[1]
 

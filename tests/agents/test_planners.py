@@ -79,7 +79,7 @@ def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
 
 def test_what_the_referee_has_judged_is_not_asked_again_and_the_same() -> None:
     asked = problem("60s")
-    found = default_methods()["agent"].plan(asked).candidates
+    found = Agent(only_rows=True).plan(asked).candidates
     assert found
     for candidate in found:
         again = asked.evaluator.referee(candidate.strategy, candidate.orders[0])
@@ -270,7 +270,7 @@ def test_among_others_an_answer_is_whole_or_not_begun(
     evaluator = Evaluator(pair.graph, pair.cluster)
     clock = Clock(evaluator, monkeypatch)
     alone = replace(problem(), evaluator=evaluator, budget=Budget(seconds=1e3))
-    whole = Agent(drafts=False).plan(alone)
+    whole = Agent(only_rows=True).plan(alone)
     monkeypatch.setattr(heterog.agents.planners, "answer_s", lambda _: answer_s)
     monkeypatch.setattr(heterog.agents.planners, "_proposed", WeakKeyDictionary())
     budget, begin_s = Budget(seconds=20.0), clock.now_s

@@ -1,0 +1,52 @@
+"""An answer begins by rows or islands, and moves finish it until its budget is over."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from heterog.agents.planners import Agent, answer_limit_s, of_an_answer
+from heterog.cluster import Cluster
+from heterog.envs.toy import chain_graph
+from heterog.methods.islands.planner import Islands
+from heterog.methods.planner import Budget, PlanResult, Problem
+from heterog.simulator.evaluator import Evaluator
+
+
+def problem(evaluations: int = 300) -> Problem:
+    evaluator = Evaluator(chain_graph(num_layers=6), Cluster.load("paper_8gpu"))
+    return Problem(evaluator=evaluator, budget=Budget(evaluations=evaluations))
+
+
+def best_s(asked: Problem, found: PlanResult) -> float:
+    referee = asked.evaluator.referee
+    return min(referee(each.strategy, each.orders[0]).step_time_s for each in found.candidates)
+
+
+def test_an_answer_is_the_same_again_and_no_worse_than_what_it_began_from() -> None:
+    asked = [problem() for _ in range(3)]
+    found = [Agent().plan(each) for each in asked[:2]]
+    assert found[0].candidates == found[1].candidates
+    assert found[0].num_evaluations <= 300
+    begun = Islands().plan(replace(asked[2], budget=asked[2].budget.part(0.4)))
+    assert best_s(asked[0], found[0]) <= best_s(asked[2], begun)
+
+
+def test_beside_other_methods_an_answer_is_rows_alone() -> None:
+    asked = problem()
+    rows = Agent(only_rows=True).plan(asked)
+    seeds = Islands().plan(problem()).candidates
+    assert Agent().plan(replace(asked, seeds=seeds, memory={})).candidates == rows.candidates
+
+
+@pytest.mark.parametrize(("asked_s", "given_s"), [(60.0, answer_limit_s(4)), (0.1, 0.1)])
+def test_an_answer_takes_at_most_its_seconds(asked_s: float, given_s: float) -> None:
+    assert of_an_answer(Budget(seconds=asked_s), 4).seconds == given_s
+
+
+def test_moves_finish_an_answer_until_its_seconds_are_over() -> None:
+    now = itertools.count(step=1e-4)  # a look at the clock takes so long here
+    asked = replace(problem(), budget=Budget(seconds=60.0), clock=lambda: next(now))
+    spending = asked.spend()
+    Agent().plan(asked)
+    assert 0.9 * answer_limit_s(8) < spending.seconds < 1.2 * answer_limit_s(8)
