@@ -14,7 +14,13 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from pathlib import Path
 from types import ModuleType
 
@@ -22,11 +28,6 @@ from heterog.errors import InputFileError
 from heterog.names import shown
 from heterog.workers import Terminated
 
-FAILURES = (Exception, SystemExit)
-"""How a user's file may fail; one written as a script may end the program.
-
-``Terminated`` is no such failure: catch and raise it before these.
-"""
 _module_numbers = itertools.count()
 _folders: set[Path] = set()
 """Folders of the files that were run; imports look in the one of the last file."""
@@ -140,14 +141,15 @@ def as_script(path: Path) -> Iterator[None]:
 
     Later imports, when the model is made say, look there last; those of another file's model need
     ``script_of``. If the script changes the working folder, in which heterog reads and writes
-    files, that is changed back.
+    files, or the streams to which it prints, that is changed back.
     """
     arguments, working = sys.argv, _working_folder()
     _change_namesakes(path.parent)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
     try:
-        yield
+        with redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
+            yield
     finally:
         sys.argv = arguments
         if working is not None:
@@ -240,18 +242,39 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
-    except Terminated:
-        raise
-    except FAILURES as error:
+        with failures_told(path):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[module_name]
-        raise InputFileError(where_it_failed(path, error)) from error
+        raise
     return module
+
+
+@contextmanager
+def failures_told(path: Path) -> Iterator[None]:
+    """Make whatever a user's file raises an error of one line; a script may end the program, too.
+
+    Ctrl-C and the end by a signal stay what they are.
+
+    Raises:
+        InputFileError: the body fails.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated):
+        raise
+    except BaseException as error:
+        raise InputFileError(where_it_failed(path, error)) from error
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says; a user's own may fail to say it."""
+    return str(traceback.TracebackException(type(error), error, None))
 
 
 def where_it_failed(path: Path, error: BaseException) -> str:
     """One line: the file's own line nearest to the error, and the error."""
-    reason = " ".join(str(error).split())
+    reason = " ".join(words_of(error).split())
     text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
     lines = [
         frame.lineno

@@ -13,14 +13,12 @@ from typing import Any
 from heterog.errors import HeterogError, InputFileError, named
 from heterog.graph.workload import Workload
 from heterog.user_code import (
-    FAILURES,
     as_script,
     callable_in,
+    failures_told,
     is_from_file,
     split_source,
-    where_it_failed,
 )
-from heterog.workers import Terminated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +121,8 @@ def _call(path: Path, function: object, name: str, batch_size: int | None) -> Wo
 
     assert callable(function)
     options = _call_options(path, function, name, batch_size)
-    try:
+    with failures_told(path):
         workload = function(**options)
-    except Terminated:
-        raise
-    except FAILURES as error:
-        raise InputFileError(where_it_failed(path, error)) from error
     if not isinstance(workload, Workload):
         raise InputFileError(
             f"{path}: '{name}' returned {type(workload).__name__}, not a heterog Workload."

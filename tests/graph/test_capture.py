@@ -694,6 +694,17 @@ def test_a_failing_model_names_its_line(capfd: pytest.CaptureFixture[str]) -> No
     assert not capfd.readouterr().err
 
 
+class _Leaves(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise SystemExit("enough")
+
+
+def test_a_model_that_ends_the_program_is_refused() -> None:
+    """Its exit code, 0 say, is none of a command that has made no plan."""
+    with pytest.raises(CaptureError, match=r"fails in .* SystemExit: enough"):
+        capture(workload(lambda: _Leaves(6, 4), torch.zeros(8, 6), torch.zeros(8, 4)))
+
+
 @pytest.mark.parametrize(
     ("loss", "text"),
     [

@@ -307,6 +307,12 @@ def test_user_function_errors(
         ("import no_such_package\n", r"mine\.py:1: ModuleNotFoundError: No module named"),
         ("raise KeyError\n", r"mine\.py:1: KeyError$"),
         ("import sys\n\nsys.exit(0)\n", r"mine\.py:3: SystemExit: 0 ends the program; heterog "),
+        ("raise GeneratorExit('gone')\n", r"mine\.py:1: GeneratorExit: gone$"),
+        (
+            "class E(Exception):\n    def __str__(self): 1 / 0\nraise E\n",
+            r"mine\.py:3: E: <exception str\(\) failed>$",
+        ),
+        ("def f():\n    raise GeneratorExit\n", r"mine\.py:2: GeneratorExit$"),
         ("x = 1\n", r"mine\.py: there is no 'f'; it has no function and no class\."),
     ],
 )
@@ -314,6 +320,14 @@ def test_user_file_errors(content: str, text: str, tmp_path: Path) -> None:
     path = write(tmp_path, content)
     with pytest.raises(InputFileError, match=text):
         registry.load_workload(f"{path}:f", None)
+
+
+def test_a_user_file_may_print_elsewhere(tmp_path: Path) -> None:
+    """Its own class of stdout, say, may not be able to flush."""
+    path = write(tmp_path, GOOD_FILE.format(extra="import sys\nsys.stdout = sys.stderr = None"))
+    streams = sys.stdout, sys.stderr
+    registry.load_workload(f"{path}:workload")
+    assert (sys.stdout, sys.stderr) == streams
 
 
 def test_user_file_that_is_missing_or_names_no_function(tmp_path: Path) -> None:

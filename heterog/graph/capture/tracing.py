@@ -47,6 +47,8 @@ from heterog.graph.traced_constants import MADE_AT, count_by_ranges, merge_equal
 from heterog.graph.value_checks import answered_guards, spread_checks
 from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
 from heterog.graph.workload import Workload
+from heterog.user_code import words_of
+from heterog.workers import Terminated
 
 _APART = 20  # made-up addresses give each storage 2^20 bytes
 
@@ -222,9 +224,9 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
     """Convert errors of tracing to one line that names module, line and the way out."""
     try:
         yield
-    except (CaptureError, UnknownBuffers):
+    except (CaptureError, UnknownBuffers, KeyboardInterrupt, Terminated):
         raise
-    except Exception as error:
+    except BaseException as error:
         frames = reversed(traceback.extract_tb(error.__traceback__))
         frame = next((each for each in frames if is_users(each.filename)), None)
         where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else _place(error)
@@ -234,8 +236,9 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
                 f"workload '{workload.name}': {module} depends on tensor values at {where}. "
                 f"A plan needs static shapes: {_way_out(error, frame)}"
             ) from error
-        said = (str(error).strip().splitlines() or ["no message"])[0]
-        ways = (way for part, way in _WAYS_OUT_OF_FAILURE.items() if part in str(error))
+        text = words_of(error)
+        said = (text.strip().splitlines() or ["no message"])[0]
+        ways = (way for part, way in _WAYS_OUT_OF_FAILURE.items() if part in text)
         if way := next(ways, ""):
             said = f"{said.rstrip('.')}. {way}"
         raise CaptureError(
