@@ -131,11 +131,8 @@ def _rows(call: OpCall, name: str, dim: int, units: int) -> int:
 
 def _named(call: OpCall, **places: Placement) -> tuple[Placement, ...]:
     """Placements of the inputs by argument name; those not named are whole."""
-    inputs = [R] * len(call.inputs)
-    for name, place in places.items():
-        for where in positions(call, name):
-            inputs[where] = place
-    return tuple(inputs)
+    placed = {at: place for name, place in places.items() for at in positions(call, name)}
+    return tuple(placed.get(at, R) for at in range(len(call.inputs)))
 
 
 def _convolution(call: OpCall, dim: int, units: int) -> RuleResult | None:
