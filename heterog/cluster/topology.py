@@ -29,7 +29,7 @@ from heterog.cluster.hardware import (
     check_cluster,
     check_name,
     check_pairs,
-    check_share,
+    check_positive,
 )
 from heterog.errors import ClusterError
 from heterog.files import as_path
@@ -310,7 +310,7 @@ class Cluster:
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "pairs", tuple(self.pairs))
         check_name(self.name, "a cluster")
-        check_share(self.efficiency, f"NIC efficiency of cluster '{self.name}'")
+        check_positive(self.efficiency, f"NIC efficiency of cluster '{self.name}'", most=1)
         check_cluster(self.name, self.hosts, self.devices)
         check_pairs(self.name, self.hosts, self.pairs)
         types: dict[DeviceType, int] = {}
