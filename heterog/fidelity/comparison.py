@@ -280,16 +280,6 @@ def _coverage(
     return sum(inside) / len(inside), float(np.median(widths)), is_sound
 
 
-COLUMNS = (
-    "model",
-    "batch_size",
-    "cluster",
-    "layout",
-    "seconds",
-    "peak_bytes",
-    "execution",
-    "family",
-)
 _NUMBERS = {"batch_size": int, "seconds": float, "peak_bytes": int}
 _MOST_BYTES = 64 * 2**20
 _MOST_ROWS = 100_000
@@ -375,7 +365,7 @@ def _rows(
 
 def _run(row: Mapping[str, str], where: str, line: int) -> RecordedRun:
     values: dict[str, object] = {"line": line}
-    for name in COLUMNS:
+    for name in RecordedRun.model_fields.keys() - values.keys():
         text = row.get(name, "").strip()
         if name not in _NUMBERS:
             values[name] = text
