@@ -306,9 +306,8 @@ class Cluster:
     _device_index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hosts", tuple(self.hosts))
-        object.__setattr__(self, "devices", tuple(self.devices))
-        object.__setattr__(self, "pairs", tuple(self.pairs))
+        for given in ("hosts", "devices", "pairs"):
+            object.__setattr__(self, given, tuple(getattr(self, given)))
         check_name(self.name, "a cluster")
         check_positive(self.efficiency, f"NIC efficiency of cluster '{self.name}'", most=1)
         check_cluster(self.name, self.hosts, self.devices)

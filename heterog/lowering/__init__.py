@@ -178,8 +178,10 @@ def kept_bytes(tape: Tape, tables: GraphTables, choice: Choice, held: Held) -> F
     Returns:
         # [num_devices]
     """
-    of_modes = (mode.kept_bytes(tape, tables, choice) for mode in choice.modes)
-    return sum(of_modes, start=held.resident)
+    kept = held.resident
+    for mode in choice.modes:
+        kept = kept + mode.kept_bytes(tape, tables, choice)
+    return kept
 
 
 def used_channels(channel: IntArray, num_channels: int) -> tuple[IntArray, IntArray]:
