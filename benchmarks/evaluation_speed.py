@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.lowering.space import balanced_homes
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.space import balanced_homes
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 from heterog.zoo import build
 

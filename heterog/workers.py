@@ -245,8 +245,7 @@ class Seats(Closed):
         """
         pairs = zip(self._crews, jobs, strict=False)
         waiting = [crew.begin(work, shared, job) for crew, job in pairs]
-        results = [wait_for() for wait_for in waiting]
-        return [result[0] if result else None for result in results]
+        return [next(iter(wait_for()), None) for wait_for in waiting]
 
     def stop(self) -> None:
         """Ask running jobs for their results so far; see ``Workers.stop``."""

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from heterog.errors import StrategyError
 from heterog.lowering.program import IntArray
-from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.memo import kept
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.space import StepSettings, StrategySpace
 from heterog.strategy.layouts.stages import (
     Caps,
     capped,

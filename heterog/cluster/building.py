@@ -97,10 +97,8 @@ class ClusterBuilder:
         devices: list[Device] = []
         for position, spec in enumerate(self._spec.hosts):
             here = ("hosts", position)
-            names = [spec.name]
-            if spec.count is not None:
-                names = [f"{spec.name}{i}" for i in range(spec.count)]
-            for name in names:
+            numbers = [""] if spec.count is None else map(str, range(spec.count))
+            for name in [f"{spec.name}{number}" for number in numbers]:
                 self._claim(self._host_names, "host", name, (*here, "name"))
                 devices += self._devices(spec, here, name, len(hosts))
                 hosts.append(self._host(spec, here, name))

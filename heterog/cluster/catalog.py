@@ -125,8 +125,7 @@ class _Sheets(Record):
 @cache
 def _by_name() -> Mapping[str, ListedType]:
     """The catalogue by name; read at the first call."""
-    sheets = read_shipped(_FILE, _Sheets)
-    return {each.name: each for each in sheets.types}
+    return {each.name: each for each in read_shipped(_FILE, _Sheets).types}
 
 
 _OTHER_WORDS = {

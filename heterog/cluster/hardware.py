@@ -46,30 +46,22 @@ def check_name(name: str, what: str) -> None:
         raise ClusterError(f"{what} has the name {shown(name)}, which {fault}.")
 
 
-def check_positive(value: float, what: str) -> None:
-    """Refuse a number that is not finite, or too small to be a rate or a size."""
-    if not (math.isfinite(value) and value > 0):
-        raise ClusterError(f"{what} is {value:g}; it must be a finite number above 0.")
-    _check_least(value, what)
+def check_positive(value: float, what: str, most: float = math.inf) -> None:
+    """Refuse a number that is not finite, not above 0, or above ``most``, which is 1 for a share.
+
+    Nor may it be so small that seconds from it could leave the range of floats.
+    """
+    if not (math.isfinite(value) and 0 < value <= most):
+        wanted = "a finite number above 0" if most == math.inf else f"above 0 and at most {most:g}"
+        raise ClusterError(f"{what} is {value:g}; it must be {wanted}.")
+    if value < _LEAST:
+        raise ClusterError(f"{what} is {value:g}; it must be at least {_LEAST:g}.")
 
 
 def check_not_negative(value: float, what: str) -> None:
     """Refuse a number that is not finite, or below 0."""
     if not (math.isfinite(value) and value >= 0):
         raise ClusterError(f"{what} is {value:g}; it must be a finite number, 0 or above.")
-
-
-def check_share(value: float, what: str) -> None:
-    """Refuse a number that is not above 0 and at most 1."""
-    if not 0 < value <= 1:
-        raise ClusterError(f"{what} is {value:g}; it must be above 0 and at most 1.")
-    _check_least(value, what)
-
-
-def _check_least(value: float, what: str) -> None:
-    """Refuse a rate or share so small that seconds from it could leave the range of floats."""
-    if value < _LEAST:
-        raise ClusterError(f"{what} is {value:g}; it must be at least {_LEAST:g}.")
 
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -142,8 +134,8 @@ class DeviceType:
             check_positive(peak, f"peak FLOP/s ({dtype}) of {what}")
         check_positive(self.memory_bandwidth_bytes_per_s, f"memory bandwidth of {what}")
         check_positive(self.memory_bytes, f"memory size of {what}")
-        check_share(self.compute_efficiency, f"compute efficiency of {what}")
-        check_share(self.memory_efficiency, f"memory efficiency of {what}")
+        check_positive(self.compute_efficiency, f"compute efficiency of {what}", most=1)
+        check_positive(self.memory_efficiency, f"memory efficiency of {what}", most=1)
         check_not_negative(self.launch_overhead_s, f"launch overhead of {what}")
         object.__setattr__(self, "peak_flops_per_s", FrozenFlops(self.peak_flops_per_s))
 
@@ -269,7 +261,7 @@ class Host:
             raise ClusterError(f"host '{self.name}' has {self.num_nics} NICs; it needs one.")
         check_not_negative(self.nic_latency_s, f"NIC latency of host '{self.name}'")
         if self.cpu_quota is not None:
-            check_share(self.cpu_quota, f"CPU quota of host '{self.name}'")
+            check_positive(self.cpu_quota, f"CPU quota of host '{self.name}'", most=1)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""

@@ -144,25 +144,25 @@ def cluster_from_dict(record: object) -> Cluster:
     except InputFileError as error:
         raise ClusterError(str(error)) from error
     types = found.device_types
-    devices = []
     for number, each in enumerate(found.devices):
         if each.type_index >= len(types):
             raise ClusterError(
                 f"cluster record: field 'devices.{number}.type_index' is {each.type_index}, but "
                 f"there are {len(types)} types."
             )
-        devices.append(
-            Device(
-                name=each.name,
-                type=types[each.type_index],
-                host_index=each.host_index,
-                usable_memory_bytes=each.usable_memory_bytes,
-            )
+    devices = tuple(
+        Device(
+            name=each.name,
+            type=types[each.type_index],
+            host_index=each.host_index,
+            usable_memory_bytes=each.usable_memory_bytes,
         )
+        for each in found.devices
+    )
     return Cluster(
         name=found.name,
         hosts=tuple(found.hosts),
-        devices=tuple(devices),
+        devices=devices,
         efficiency=found.efficiency,
         calibration=found.calibration,
         sends=found.sends,

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from heterog.cluster.hardware import (
     check_cluster,
     check_name,
     check_pairs,
-    check_share,
+    check_positive,
 )
 from heterog.errors import ClusterError
 from heterog.files import as_path
@@ -154,25 +155,26 @@ def pair_resources(
         pairs: The limits.
         first: Index of the first of these resources.
     """
-    between: dict[tuple[int, int], tuple[int, ...]] = {}
-    resources = []
-    for number, limit in enumerate(pairs):
-        sides = [
-            first_of([hosts[host].name for host in side], most=1)
-            for side in (limit.sources, limit.targets)
-        ]
-        resources.append(
-            LinkResource(
-                # Numbered, because calibrations identify links by their names.
-                name=f"{sides[0]} to {sides[1]} limit {number}",
-                bandwidth_bytes_per_s=limit.bandwidth_bytes_per_s,
-                host_index=limit.sources[0],
-            )
+
+    def named(side: Sequence[int]) -> str:
+        return first_of([hosts[host].name for host in side], most=1)
+
+    resources = tuple(
+        LinkResource(
+            # Numbered, because calibrations identify links by their names.
+            name=f"{named(limit.sources)} to {named(limit.targets)} limit {number}",
+            bandwidth_bytes_per_s=limit.bandwidth_bytes_per_s,
+            host_index=limit.sources[0],
         )
-        for source in limit.sources:
-            for target in limit.targets:
-                between[source, target] = (*between.get((source, target), ()), first + number)
-    return tuple(resources), between
+        for number, limit in enumerate(pairs)
+    )
+    between = grouped(
+        ((source, target), first + number)
+        for number, limit in enumerate(pairs)
+        for source in limit.sources
+        for target in limit.targets
+    )
+    return resources, {ends: tuple(numbers) for ends, numbers in between.items()}
 
 
 def nic_resources(
@@ -182,21 +184,23 @@ def nic_resources(
 
     They are ordered by host: if every host has one NIC, host h has 2h (out) and 2h + 1 (in).
     """
-    resources: list[LinkResource] = []
-    nic_of = [(0, 0)] * sum(map(len, host_devices))
-    for index, host in enumerate(hosts):
-        rate = host.nic_line_rate_bytes_per_s * efficiency
-        members = host_devices[index]
-        for place, device in enumerate(members):
-            first = len(resources) + 2 * (place * host.num_nics // len(members))
-            nic_of[device] = first, first + 1
-        for number in range(host.num_nics):
-            name = f"{host.name} nic" if host.num_nics == 1 else f"{host.name} nic{number}"
-            resources += [
-                LinkResource(name=f"{name} {side}", bandwidth_bytes_per_s=rate, host_index=index)
-                for side in ("out", "in")
-            ]
-    return tuple(resources), tuple(nic_of)
+    resources = tuple(
+        LinkResource(
+            name=f"{host.name} nic{number if host.num_nics > 1 else ''} {side}",
+            bandwidth_bytes_per_s=host.nic_line_rate_bytes_per_s * efficiency,
+            host_index=index,
+        )
+        for index, host in enumerate(hosts)
+        for number in range(host.num_nics)
+        for side in ("out", "in")
+    )
+    before = [0, *accumulate(host.num_nics for host in hosts)]
+    firsts = [
+        2 * (before[index] + place * hosts[index].num_nics // len(members))
+        for index, members in enumerate(host_devices)
+        for place in range(len(members))
+    ]
+    return resources, tuple((first, first + 1) for first in firsts)
 
 
 def inner_resources(
@@ -206,27 +210,27 @@ def inner_resources(
 
     If the link is shared, both are the bus.
     """
-    resources: list[LinkResource] = []
-    bus_of: dict[int, int] = {}
-    port_of: list[tuple[int, int]] = []
-    for device in devices:
-        index = device.host_index
-        host = hosts[index]
-        names = [f"{device.name} port out", f"{device.name} port in"]
-        if host.intra.shared:
-            if index in bus_of:
-                port_of.append((bus_of[index], bus_of[index]))
-                continue
-            bus_of[index] = first + len(resources)
-            names = [f"{host.name} bus"]
-        port_of.append((first + len(resources), first + len(resources) + len(names) - 1))
-        resources += [
-            LinkResource(
-                name=name, bandwidth_bytes_per_s=host.intra.bandwidth_bytes_per_s, host_index=index
-            )
-            for name in names
-        ]
-    return tuple(resources), tuple(port_of)
+    ends = [
+        (f"{hosts[device.host_index].name} bus",) * 2
+        if hosts[device.host_index].intra.shared
+        else (f"{device.name} port out", f"{device.name} port in")
+        for device in devices
+    ]
+    host_of = {
+        name: device.host_index
+        for device, names in zip(devices, ends, strict=True)
+        for name in names
+    }
+    resources = tuple(
+        LinkResource(
+            name=name,
+            bandwidth_bytes_per_s=hosts[host].intra.bandwidth_bytes_per_s,
+            host_index=host,
+        )
+        for name, host in host_of.items()
+    )
+    place = {name: first + number for number, name in enumerate(host_of)}
+    return resources, tuple((place[out], place[into]) for out, into in ends)
 
 
 SCHEMA_VERSION = 1
@@ -302,11 +306,10 @@ class Cluster:
     _device_index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hosts", tuple(self.hosts))
-        object.__setattr__(self, "devices", tuple(self.devices))
-        object.__setattr__(self, "pairs", tuple(self.pairs))
+        for given in ("hosts", "devices", "pairs"):
+            object.__setattr__(self, given, tuple(getattr(self, given)))
         check_name(self.name, "a cluster")
-        check_share(self.efficiency, f"NIC efficiency of cluster '{self.name}'")
+        check_positive(self.efficiency, f"NIC efficiency of cluster '{self.name}'", most=1)
         check_cluster(self.name, self.hosts, self.devices)
         check_pairs(self.name, self.hosts, self.pairs)
         types: dict[DeviceType, int] = {}

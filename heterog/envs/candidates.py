@@ -21,8 +21,8 @@ import numpy.typing as npt
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.lowering.channels import balanced_slices
 from heterog.lowering.program import FloatArray
-from heterog.lowering.space import device_sets
 from heterog.lowering.tables import saved_values
+from heterog.simulator.space import device_sets
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import Decision, Sync
 

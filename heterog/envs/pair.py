@@ -28,12 +28,12 @@ from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.pricing.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.space import StepSettings, StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 PIPELINED = 8

@@ -137,9 +137,7 @@ class FamilyErrors:
     regret: tuple[float, float] | None
 
 
-def family_errors(
-    name: str, runs: Sequence[Compared], *, least_difference: float = _DIFFERENT
-) -> FamilyErrors:
+def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
     """Errors of a family of at least one run; pairs are those of ``ordered_pairs``.
 
     >>> near = Compared(family="", name="a", measured_s=1.0, predicted_s=1.1)
@@ -161,7 +159,7 @@ def family_errors(
     part_of_peaks, width_of_peaks, is_sound_of_peaks = _coverage(
         [(run.measured_bytes, run.predicted_bytes, run.interval_bytes) for run in runs]
     )
-    pairs = ordered_pairs(runs, least_difference=least_difference)
+    pairs = ordered_pairs(runs)
     first, of_five = regret(runs), regret(runs, liked=5)
     has_ranks = len(runs) > 2 and np.ptp(measured) > 0.0 and np.ptp(predicted) > 0.0
     return FamilyErrors(
@@ -206,12 +204,8 @@ def in_words(errors: FamilyErrors) -> str:
     return text
 
 
-def ordered_pairs(runs: Sequence[Compared], *, least_difference: float = _DIFFERENT) -> Pairs:
-    """Pairs of alternatives, and how many of them their predictions order rightly.
-
-    Args:
-        runs: The runs.
-        least_difference: Relative difference of measured seconds from which a pair counts.
+def ordered_pairs(runs: Sequence[Compared]) -> Pairs:
+    """Pairs of alternatives that differ, and how many of them their predictions order rightly.
 
     >>> one = Compared(family="", name="a", choice="x", measured_s=1.0, predicted_s=1.2)
     >>> two = Compared(family="", name="b", choice="x", measured_s=2.0, predicted_s=1.1)
@@ -222,7 +216,7 @@ def ordered_pairs(runs: Sequence[Compared], *, least_difference: float = _DIFFER
     for alternatives in _alternatives(runs):
         for one, other in combinations(alternatives, 2):
             fast, slow = sorted((one, other), key=lambda run: run.measured_s)
-            if slow.measured_s > (1.0 + least_difference) * fast.measured_s:
+            if slow.measured_s > (1.0 + _DIFFERENT) * fast.measured_s:
                 number += 1
                 ordered += fast.predicted_s < slow.predicted_s
     return Pairs(number=number, ordered=ordered)
@@ -274,27 +268,18 @@ def _coverage(
         Share of measurements inside their intervals, median width of these as a share of the
         prediction, and whether a binomial test does not reject ``COVERAGE``.
     """
-    inside, widths = [], []
-    for measured, predicted, interval in runs:
-        if measured and predicted and interval is not None:
-            inside.append(interval.low <= measured <= interval.high)
-            widths.append((interval.high - interval.low) / predicted)
-    if not inside:
+    found = [
+        (interval.low <= measured <= interval.high, (interval.high - interval.low) / predicted)
+        for measured, predicted, interval in runs
+        if measured and predicted and interval is not None
+    ]
+    if not found:
         return None, None, None
+    inside, widths = zip(*found, strict=True)
     is_sound = bool(binomtest(sum(inside), len(inside), COVERAGE).pvalue > 0.05)
     return sum(inside) / len(inside), float(np.median(widths)), is_sound
 
 
-COLUMNS = (
-    "model",
-    "batch_size",
-    "cluster",
-    "layout",
-    "seconds",
-    "peak_bytes",
-    "execution",
-    "family",
-)
 _NUMBERS = {"batch_size": int, "seconds": float, "peak_bytes": int}
 _MOST_BYTES = 64 * 2**20
 _MOST_ROWS = 100_000
@@ -380,7 +365,7 @@ def _rows(
 
 def _run(row: Mapping[str, str], where: str, line: int) -> RecordedRun:
     values: dict[str, object] = {"line": line}
-    for name in COLUMNS:
+    for name in RecordedRun.model_fields.keys() - values.keys():
         text = row.get(name, "").strip()
         if name not in _NUMBERS:
             values[name] = text

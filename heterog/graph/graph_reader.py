@@ -1,6 +1,7 @@
 """Makes a graph from the records of a file: resolves names, orders ops, renumbers tensors."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -38,13 +39,11 @@ class GraphReader:
 
     def __init__(self, spec: GraphRecord) -> None:
         self.spec = spec
-        self.position: dict[str, int] = {}
-        self.ambiguous: set[str] = set()
+        counts = Counter(tensor.name for tensor in spec.tensors)
+        self.ambiguous = {name for name, count in counts.items() if count > 1}
+        self.position = {tensor.name: n for n, tensor in enumerate(spec.tensors) if tensor.name}
         self.updated_by: dict[int, int] = {}
         self.doubts: list[str] = []
-        for number, tensor in enumerate(spec.tensors):
-            if tensor.name and self.position.setdefault(tensor.name, number) != number:
-                self.ambiguous.add(tensor.name)
         self.metas = [
             GraphTensor(
                 shape=tuple(tensor.shape),

@@ -181,8 +181,7 @@ def elementwise_flops(call: OpCall) -> float:
         return 0.0
     largest = max((meta.num_elements for meta in (*call.inputs, *call.outputs)), default=0)
     if call.kind.startswith("_embedding_bag"):
-        table = _table_of(call)
-        return float(call.input("indices").num_elements * prod(table.shape[1:]))
+        return float(call.input("indices").num_elements * prod(_table_of(call).shape[1:]))
     if call.kind in {"embedding.default", "index_select.default", "gather.default"}:
         return 0.0
     return FLOPS_PER_ELEMENT.get(call.kind, 1.0) * largest

@@ -23,6 +23,7 @@ from heterog.errors import GraphError
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, TensorMeta
 from heterog.graph.sparse_pattern import SparsePattern
+from heterog.grouped import grouped
 from heterog.names import is_identifier, name_fault, shown, text_fault
 
 ELEMENTWISE_OPTIMIZERS = frozenset(
@@ -300,11 +301,12 @@ class OpGraph:
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """Ops that read each tensor, in program order."""
-        readers: list[list[int]] = [[] for _ in self.tensors]
-        for index, op in enumerate(self.ops):
-            for tensor in dict.fromkeys(op.inputs):
-                readers[tensor].append(index)
-        return tuple(map(tuple, readers))
+        readers = grouped(
+            (tensor, index)
+            for index, op in enumerate(self.ops)
+            for tensor in dict.fromkeys(op.inputs)
+        )
+        return tuple(tuple(readers.get(tensor, ())) for tensor in range(len(self.tensors)))
 
     def readers(self, tensor: int) -> Iterator[int]:
         """Ops other than views that read a tensor, directly or through views."""
@@ -387,22 +389,14 @@ class OpGraph:
             self.optimizer_state_ratio
             * sum(int(self.tensor_bytes[parameter]) for _, parameter, _ in self.updates)
         )
-        dying: dict[int, list[int]] = {}
-        for tensor in range(self.num_inputs, len(self.tensors)):
-            if self.storage[tensor] == tensor:
-                end = max(int(last_reader[tensor]), int(self.producer[tensor]))
-                dying.setdefault(end, []).append(tensor)
-        peak = live
-        for index, op in enumerate(self.ops):
-            if op.phase != Phase.UPDATE:  # updates write in place
-                live += sum(
-                    int(self.tensor_bytes[t]) for t in self.outputs[index] if self.storage[t] == t
-                )
-            peak = max(peak, live)
-            for tensor in dying.get(index, ()):
-                if self.ops[self.producer[tensor]].phase != Phase.UPDATE:
-                    live -= int(self.tensor_bytes[tensor])
-        return peak
+        made = np.flatnonzero(self.storage == np.arange(len(self.tensors)))
+        made = made[self.producer[made] >= 0]
+        made = made[self.phases[self.producer[made]] != Phase.UPDATE]  # updates write in place
+        begin, sizes = self.producer[made], self.tensor_bytes[made]
+        more = np.zeros(self.num_ops + 1, np.int64)
+        np.add.at(more, begin, sizes)
+        np.subtract.at(more, np.maximum(begin, last_reader[made]) + 1, sizes)
+        return live + int(np.cumsum(more).max(initial=0))
 
     @cached_property
     def num_parameters(self) -> int:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -438,9 +439,8 @@ class _Probe:
             members = [number for number, own in enumerate(self.group_of) if own == group]
             total = sum(self.values[number].numel() for number in members)
             ends = sorted({1, total // 5, total // 2 + 1, total - total // 7, total})
-            for begin, end in zip([0, *ends], ends, strict=False):
-                if begin < end:
-                    found.append(_flat(group, members, begin, end))
+            bounds = pairwise([0, *ends])
+            found += [_flat(group, members, *each) for each in bounds if each[0] < each[1]]
         return found
 
     def _cut_apart(self) -> list[_Piece]:

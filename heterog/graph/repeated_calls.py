@@ -43,6 +43,7 @@ from heterog.graph.step import OFTEN, Step
 from heterog.graph.value_checks import answered_guards
 from heterog.graph.value_numbers import Results
 from heterog.graph.workload import Workload
+from heterog.grouped import grouped
 
 _FAR = (OFTEN - 1, OFTEN, 120)
 _LONG = 1_000
@@ -406,9 +407,7 @@ class WatchedState:
 
     def _remember(self) -> None:
         """Copy the values that are held now, without the places that may change."""
-        ignored: dict[int, set[Any]] = {}
-        for holder, key in self._allowed:
-            ignored.setdefault(holder, set()).add(key)
+        ignored = grouped(self._allowed)
         self._copies: list[tuple[Any, Any]] = []
         self._others = []
         for holder in self._state.holders:

@@ -78,8 +78,7 @@ class ValueNumbers:
         self._of_storage: dict[int, tuple[Value, int]] = {}  # value last written to it
         self._alive: list[Tensor] = []  # keeps tensors alive, so that ids stay unique
         self._unknown: set[int] = set()  # constants of unknown values
-        self._num_met: int = 0
-        self._met: set[int] = set()
+        self._met: set[int] = set()  # those that this run has met
         self._num_draws = 0
         self._inputs: tuple[Tensor, ...] = ()
         self.known = KnownValues()
@@ -89,7 +88,7 @@ class ValueNumbers:
     def run(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
         """Number the values that the body computes, which is one run of the step on inputs."""
         self._run += 1
-        self._num_draws = self._num_met = 0
+        self._num_draws = 0
         self._met = set()
         self.first_new, self.unanswered, self.asked = "", None, frozenset()
         self._inputs = tuple(inputs.values())
@@ -129,9 +128,8 @@ class ValueNumbers:
 
     def of(self, tensor: Tensor) -> Value:
         """The value of a tensor as it is now."""
-        if id(tensor) in self._unknown and id(tensor) not in self._met:
+        if id(tensor) in self._unknown:
             self._met.add(id(tensor))
-            self._num_met += 1
         found = self._of_tensor.get(id(tensor))
         value = self._name(tensor, self._constant(tensor)) if found is None else self._now(*found)
         written = self._of_storage.get(storage_of(tensor)) if self._of_storage else None
@@ -218,8 +216,7 @@ class ValueNumbers:
             return self._value(("constant", elements, shape), varies=False)
         self._unknown.add(id(tensor))
         self._met.add(id(tensor))
-        self._num_met += 1
-        return self._value(("unknown", self._num_met, shape), varies=False)
+        return self._value(("unknown", len(self._met), shape), varies=False)
 
 
 class Seeds:

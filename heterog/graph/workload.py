@@ -183,13 +183,12 @@ def named_leaves(batch: Any) -> list[tuple[int | str, str, Tensor]]:
     import torch
     from torch.utils import _pytree as pytree
 
-    found: list[tuple[int | str, str, Tensor]] = []
-    for key, item in batch.items() if isinstance(batch, dict) else enumerate(batch):
-        for position, leaf in enumerate(pytree.tree_leaves(item)):
-            if isinstance(leaf, torch.Tensor):
-                name = f"batch.{key}" if position == 0 else f"batch.{key}.{position}"
-                found.append((key, name, leaf))
-    return found
+    return [
+        (key, f"batch.{key}.{position}" if position else f"batch.{key}", leaf)
+        for key, item in (batch.items() if isinstance(batch, dict) else enumerate(batch))
+        for position, leaf in enumerate(pytree.tree_leaves(item))
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None))

@@ -26,8 +26,7 @@ calls only files further down in this list: ``resident``, ``walk``, ``reduce``, 
 
 A ``program`` is made on the graph's ``tables`` (``value_reads``; ``sparse_tables`` also counts the
 rows that sparse products read of neighbours, ``group_edges`` the bytes that leave a group) and the
-traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has strategies as
-rows of integers. ``kernels`` compiles.
+traffic of ``channels``; ``folding`` finds devices that do the same. ``kernels`` compiles.
 """
 
 import numpy as np

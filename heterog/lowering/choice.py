@@ -285,6 +285,8 @@ class Encoder:
         known = [self._of_decision(each, within_teams) for each in decisions]
         numbers: dict[int, int] = {}  # place in the choice of each division's number
         of_decision = [numbers.setdefault(each.division, len(numbers)) for each in known]
+        syncs: dict[int, int] = {}  # number in the choice of each way to synchronise
+        sync_class = [syncs.setdefault(each.sync, len(syncs)) for each in known]
         divisions = [self._divisions[number] for number in numbers]
         sizes = micro_sizes(micro_batches, divisions, self._tables.batch_size)
         cuts = self._cuts.setdefault(micro_batches, _Cuts())
@@ -308,7 +310,7 @@ class Encoder:
             member=rows.places[3] > 0,
             teams=self._teams(rows),
             sharded=np.array([each.sharded for each in known], np.int32)[of_group],
-            sync_class=_sync_classes(known)[of_group],
+            sync_class=np.array(sync_class, np.int32)[of_group],
             recompute=np.array([each.recompute for each in known], np.int32)[of_group],
             run=self._runs(schedule.chunk_starts),
             rings=self._joined_rings(known, of_group),
@@ -490,12 +492,6 @@ class Encoder:
             is_whole=is_whole,
             slice_part=slice_part,
         )
-
-
-def _sync_classes(known: Sequence[_Known]) -> IntArray:
-    """A number for each way to synchronise; groups with the same number may share buckets."""
-    numbers: dict[int, int] = {}
-    return np.array([numbers.setdefault(each.sync, len(numbers)) for each in known], np.int32)
 
 
 def _rings_between(copies: Sequence[Ring]) -> list[Ring]:

@@ -131,11 +131,10 @@ def bring_windows(lowering: Lowering, slot: int, source: int, target: int, micro
                 lowering, slot, mine, other, device, micro, samples, got,
                 row_bytes * samples * got, samples < owned or got < units * inner,
             )  # fmt: skip
-        if parts > 1:
-            join_pieces(
-                lowering, slot, device, micro, local, first_piece, count, joined // count,
-                row_bytes * joined,
-            )  # fmt: skip
+        join_pieces(
+            lowering, slot, device, micro, parts, local, first_piece, count, joined // count,
+            row_bytes * joined,
+        )  # fmt: skip
 
 
 _S, _P = KIND_NUMBER["S"], KIND_NUMBER["P"]

@@ -93,16 +93,17 @@ def send_piece(
 
 @helper
 def join_pieces(
-    lowering: Lowering, slot: int, device: int, micro: int, local: int, first_piece: int,
-    samples: int, units: int, size: float,
+    lowering: Lowering, slot: int, device: int, micro: int, parts: int, local: int,
+    first_piece: int, samples: int, units: int, size: float,
 ) -> None:  # fmt: skip
-    """Join a device's own piece of a value with the pieces that it has received.
+    """Join a device's own piece of a value with the pieces that it has received, if there are any.
 
     Args:
         lowering: Its ``slot_buffer`` and tape are written.
         slot: The slot to fill.
         device: Device on which they are joined.
         micro: Number of the micro-batch.
+        parts: Number of pieces; a single one is left as it is.
         local: Buffer of the device's own piece; -1 if it has none.
         first_piece: First buffer that was made for this join.
         samples: Number of samples of all pieces.
@@ -113,6 +114,8 @@ def join_pieces(
     value = tables.slot_value[slot]
     turns = choice.turns
     pieces = tape.counts[NUM_BUFFERS]
+    if parts < 2:
+        return
     write_task(tape, TaskKind.CONCAT, slot, device, micro, samples, -1, 2.0 * size)
     set_units(tape, max(units, 0))
     if (
@@ -184,7 +187,8 @@ def bring(lowering: Lowering, slot: int, source: int, target: int, micro: int) -
             )  # fmt: skip
         if missing > 0:
             tape.counts[APART] = 1
-        _join(lowering, slot, device, micro, parts, local, first_piece, count, units, fraction)
+        size = bytes_of(tables, value, count, units) * fraction
+        join_pieces(lowering, slot, device, micro, parts, local, first_piece, count, units, size)
 
 
 @helper
@@ -239,7 +243,8 @@ def bring_whole(
             _send(lowering, slot, mine, other, device, micro, overlap, -1, owned, -1, fraction)
         if missing > 0:
             tape.counts[APART] = 1
-        _join(lowering, slot, device, micro, parts, local, first_piece, count, -1, fraction)
+        size = bytes_of(tables, value, count, -1) * fraction
+        join_pieces(lowering, slot, device, micro, parts, local, first_piece, count, -1, size)
 
 
 @helper
@@ -284,19 +289,6 @@ def _send(
         contiguous = overlap == owned and tables.value_is_outermost[value] == 1
     is_cut = (overlap < owned or units < owned_units) and not contiguous
     send_piece(lowering, slot, mine, other, device, micro, overlap, units, size, is_cut)
-
-
-@helper
-def _join(
-    lowering: Lowering, slot: int, device: int, micro: int, parts: int, local: int,
-    first_piece: int, count: int, units: int, fraction: float,
-) -> None:  # fmt: skip
-    """Join the pieces of a value that a device has received, if there are several."""
-    tables = lowering.tables
-    if parts < 2:
-        return
-    size = bytes_of(tables, tables.slot_value[slot], count, units) * fraction
-    join_pieces(lowering, slot, device, micro, local, first_piece, count, units, size)
 
 
 @helper

@@ -252,12 +252,10 @@ def gather_parameters(
                         write_read(tape, scratch.ready_buffer[member, device])
                 member = scratch.next_in_bucket[member]
             for device in range(num_devices):
-                if runs[device] >= 0:
-                    row = _anchor_row(lowering, op, device, is_backward)
-                    write_read(tape, scratch.anchor[row + 1, device])
-            for device in range(num_devices):
                 if runs[device] < 0:
                     continue
+                row = _anchor_row(lowering, op, device, is_backward)
+                write_read(tape, scratch.anchor[row + 1, device])
                 whole = write_buffer(tape, device, size)
                 scratch.whole_buffer[whole_row, device] = whole
                 member = first
@@ -327,24 +325,24 @@ def _scatter(lowering: Lowering, first: int, ring: int, micro: int) -> None:
     rings = choice.rings
     size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
     by_micro = scatters_by_micro(choice, tables.parameter_group[first])
-    num_senders = 0
+    num_senders, before = 0, -1
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
+            before = scratch.slice_token[first, device]  # all members have the same
             scratch.flat_buffer[0, device] = -1
             if _has_gradients(tables, choice, scratch, first, device, by_micro):
                 num_senders += rings.member[ring, device]
                 _flatten(lowering, first, device, micro, size)
     write_task(tape, TaskKind.REDUCE_SCATTER, first, -1, micro, 0, rings.first_channel[ring], size)
-    write_read(tape, scratch.slice_token[first, _first_member(choice, ring)])
+    write_read(tape, before)
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
-            row = _scatter_row(tables, choice, first, device)
+            row, part = _scatter_row(tables, choice, first, device), rings.slice_part[ring, device]
             _send_flat(scratch, tape, first, device, row, by_micro)
-    for device in range(choice.member.shape[1]):
-        part = rings.slice_part[ring, device]
-        if part > 0.0:
-            row = _scatter_row(tables, choice, first, device)
-            _receive_slice(scratch, tape, first, device, row, num_senders, part * size, by_micro)
+            if part > 0.0:
+                _receive_slice(
+                    scratch, tape, first, device, row, num_senders, part * size, by_micro
+                )
     done = write_buffer(tape, -1, 0.0)
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
@@ -494,14 +492,6 @@ def _receive_slice(
     elif scratch.flat_buffer[0, device] < 0:
         # If there is a flat buffer, it is added to the own slice in there, and freed.
         scratch.slice_buffer[first, device] = received
-
-
-@helper
-def _first_member(choice: Choice, ring: int) -> int:
-    for device in range(choice.member.shape[1]):
-        if choice.rings.member[ring, device]:
-            return device
-    return -1
 
 
 @helper

@@ -20,6 +20,7 @@ from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase, TensorKind
 from heterog.graph.placement import ITEM_BYTES, OpRules, Placement
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES
+from heterog.grouped import grouped
 from heterog.lowering.kernels import by_reference
 from heterog.lowering.sparse_tables import SparseTables, sparse_tables, starts_of
 from heterog.lowering.value_reads import (
@@ -236,9 +237,8 @@ class _Builder:
 
     def _op_tables(self) -> dict[str, Any]:
         graph = self.graph
-        finished: list[list[int]] = [[] for _ in self.ops]
-        for row in range(len(graph.updates)):
-            finished[self._last_op(row)].append(row)
+        rows_of = grouped((self._last_op(row), row) for row in range(len(graph.updates)))
+        finished = [rows_of.get(op, []) for op in range(len(self.ops))]
         return {
             "op_id": self.ops,
             "op_group": self.op_group,

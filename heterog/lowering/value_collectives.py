@@ -36,12 +36,11 @@ def gather(lowering: Lowering, slot: int, division: int, micro: int) -> None:
         members += choice.stands_for[device] if choice.member[division, device] else 0
     size = members * bytes_of(tables, value, largest, -1)
     write_task(tape, TaskKind.GATHER_VALUE, slot, -1, micro, total, channel, size)
+    whole = bytes_of(tables, value, total, -1)
     for device in range(num_devices):
         if choice.shares[division, micro, device] > 0:
             write_read(tape, scratch.slot_buffer[slot, device])
-    for device in range(num_devices):
         if choice.member[division, device]:
-            whole = bytes_of(tables, value, total, -1)
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, whole)
 
 
@@ -160,7 +159,6 @@ def reduce(
             and (not only_firsts or is_first(choice, row, micro, device))
         ):
             write_read(tape, scratch.slot_buffer[slot, device])
-    for device in range(num_devices):
         if choice.member[division, device]:
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 

@@ -218,9 +218,8 @@ def _rerun(
         op = ops[position]
         division = choice.division[group] + num_divisions * tables.op_axis[op]
         gather_again(lowering, op, reader, micro)
-        gathers = False
-        if choice.sharded[group] == Sharded.PARAMETERS:
-            gathers = gather_parameters(lowering, op, division, micro, 1)
+        is_sliced = choice.sharded[group] == Sharded.PARAMETERS
+        gathers = is_sliced and gather_parameters(lowering, op, division, micro, 1)
         for device in range(num_devices):
             share = choice.shares[division, micro, device]
             if share == 0:
@@ -327,15 +326,12 @@ def _lower_op(lowering: Lowering, op: int, division: int, micro: int, has_gather
     """Write an op's conversions, the op itself, and everything that it completes."""
     tables, choice, scratch = lowering.tables, lowering.choice, lowering.scratch
     _bring_inputs(lowering, op, division, micro)
-    gathers = False
-    if has_gathers:
-        is_backward = tables.op_is_backward[op]
-        gathers = gather_parameters(lowering, op, division, micro, is_backward)
+    is_backward = tables.op_is_backward[op]
+    gathers = has_gathers and gather_parameters(lowering, op, division, micro, is_backward)
     if tables.op_group[op] >= 0 and choice.recompute[tables.op_group[op]] > 0:
         recompute_before(lowering, op, micro)
     compute_op(lowering, op, division, micro)
     if gathers:
-        is_backward = tables.op_is_backward[op]
         note_reader(lowering, op, division, micro, is_backward)
     if tables.op_recut[op] == Recut.SUMMED:
         scatter_in_teams(lowering, tables.value_start[op], division, micro)

@@ -28,7 +28,6 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.grouped import grouped
 from heterog.lowering.channels import proportional_slices
-from heterog.lowering.space import balanced_homes
 from heterog.methods.planner import (
     Candidate,
     Planner,
@@ -40,6 +39,7 @@ from heterog.methods.planner import (
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.lower_bound import floor_s
+from heterog.simulator.space import balanced_homes
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.strategy import (
     DEFAULT_BUCKET_BYTES,

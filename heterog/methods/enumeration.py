@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from heterog.lowering.program import IntArray
-from heterog.lowering.space import StepSettings
 from heterog.methods.planner import Point, PointSearch, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Outcome
+from heterog.simulator.space import StepSettings
 from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 6

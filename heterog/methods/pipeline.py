@@ -20,7 +20,6 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import FloatArray
 from heterog.grouped import cut
-from heterog.lowering.space import StepSettings
 from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
@@ -33,6 +32,7 @@ from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, t
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.space import StepSettings
 from heterog.strategy.layouts.stages import Caps, capped, layer_blocks, stage_of_group
 from heterog.strategy.strategy import Decision, Keeps, Sync
 

@@ -8,10 +8,10 @@ buckets, whichever is better; a full update on every rank; the best of the three
 from functools import partial
 
 from heterog.cluster.topology import Cluster
-from heterog.lowering.space import device_sets
 from heterog.methods.data_parallel import Trials, replicated, uniform_strategy
 from heterog.methods.planner import Searching
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.space import device_sets
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 

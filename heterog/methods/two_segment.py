@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heterog.lowering.space import StepSettings
 from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.planner import Problem, Searching
 from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order
+from heterog.simulator.space import StepSettings
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 _NUM_CUTS = 7  # of the first round

@@ -1,7 +1,8 @@
 """Predicts step time and memory of a program.
 
 - ``evaluator`` tells planners whether a strategy can run, its step time and its memory; ``runs``
-  lowers and simulates it, and folds devices that do the same into one.
+  lowers and simulates it, and folds devices that do the same into one. ``space`` has strategies
+  as rows of integers.
 - ``engine`` simulates inside a search (with ``task_seconds``, ``successors``, ``timings`` and
   ``heaps``); ``referee`` predicts the numbers that are reported.
 - ``memory`` and ``memory_breakdown`` predict the memory of devices. ``timeline`` and

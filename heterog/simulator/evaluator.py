@@ -18,7 +18,6 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase, UpdateScope
 from heterog.lowering import Choice, encode, resident_bytes, steps_to_unroll
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.space import StrategySpace
 from heterog.lowering.tables import saved_values
 from heterog.lowering.tape import mark_channels
 from heterog.pricing.cost_model import CostModel
@@ -27,6 +26,7 @@ from heterog.pricing.price_table import RuleSets
 from heterog.simulator.engine import Order
 from heterog.simulator.lower_bound import floor_s
 from heterog.simulator.runs import Lowered, Runner
+from heterog.simulator.space import StrategySpace
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, apart_fault
 from heterog.units import format_bytes
 

@@ -41,11 +41,11 @@ from heterog.errors import HeterogError, InputFileError
 from heterog.files import wait_for_file
 from heterog.graph.op_graph import Phase
 from heterog.graph.serialize import save_graph
-from heterog.lowering.space import StepSettings
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.space import StepSettings
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import cluster_of
 

@@ -463,7 +463,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="Is a directory"):
         Cluster.load(str(tmp_path))
     path.write_bytes(b"name: \xff")
-    with pytest.raises(InputFileError, match="byte 6 is not UTF-8. Give a YAML file"):
+    with pytest.raises(InputFileError, match=r"byte 6 is not UTF-8\. Give a YAML file"):
         Cluster.load(path)
 
 

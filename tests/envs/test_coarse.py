@@ -6,10 +6,10 @@ import pytest
 from heterog.envs.merging import merge_tables
 from heterog.envs.pair import Pair
 from heterog.graph.grouping import cut_blocks
-from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.lowering.tables import graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.space import StepSettings, StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from tests.envs.cases import language_graph, language_pair, mixed_cluster
 

@@ -16,10 +16,10 @@ from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import CUT_WEIGHTS, MARGIN, Pair, RunningMemory, RunningStages, Score
 from heterog.envs.reward import MISFIT, reward_of
 from heterog.envs.toy import toy_cluster
-from heterog.lowering.space import StepSettings
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.lower_bound import floor_s
+from heterog.simulator.space import StepSettings
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
 from tests.envs.cases import (
     crowded_pair,

@@ -100,4 +100,6 @@ def test_regret_of_the_best_liked_by_hand() -> None:
     assert "the best-liked takes 50.0% longer than the best, of five 0.0%" in in_words(
         family_errors("f", three)
     )
-    assert ordered_pairs(three, least_difference=0.22) == Pairs(number=2, ordered=0)
+    assert ordered_pairs(three) == Pairs(number=3, ordered=0)
+    near = runs([(1.0, 1.3), (1.04, 1.1), (1.5, 1.0)], "a")  # the first two count as equally good
+    assert ordered_pairs(near) == Pairs(number=2, ordered=0)

@@ -15,7 +15,6 @@ from heterog.graph.op_graph import OpGraph, UpdateScope
 from heterog.graph.workload import Workload
 from heterog.lowering import Choice
 from heterog.lowering.channels import proportional_slices
-from heterog.lowering.space import balanced_homes
 from heterog.methods.data_parallel import (
     BEST_DDP,
     BUCKETS,
@@ -30,6 +29,7 @@ from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.runs import Lowered
+from heterog.simulator.space import balanced_homes
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import Decision, Sync, scope_fault
 from tests.search.asking import run_methods

@@ -27,7 +27,6 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.lowering.program import FloatArray
-from heterog.lowering.space import StepSettings, balanced_homes, device_sets
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.model_parallel import balanced_chain
@@ -43,6 +42,7 @@ from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import LowerBound
+from heterog.simulator.space import StepSettings, balanced_homes, device_sets
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Decision, Sync
 from tests.search.asking import run_methods
 from tests.simulator.builders import cluster_of

@@ -15,7 +15,6 @@ from heterog.errors import StrategyError
 from heterog.explain.explanation import explain
 from heterog.export import make_export
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program, TaskKind
-from heterog.lowering.space import MAX_DEVICE_SETS, device_sets
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import Budget, Planner, PlanResult, Problem
 from heterog.methods.registry import built_in_methods
@@ -25,6 +24,7 @@ from heterog.search.judging import FADES, Contender, next_of, run_method
 from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.space import MAX_DEVICE_SETS, device_sets
 from tests.search.asking import make_plan, run_methods
 from tests.search.test_budget import clocked
 from tests.search.test_planners import graph as mlp

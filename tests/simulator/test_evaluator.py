@@ -10,13 +10,13 @@ from torch import nn
 from heterog import Workload, capture
 from heterog.cluster import Cluster
 from heterog.envs.coarse import CoarseEvaluator
-from heterog.lowering.space import StepSettings
 from heterog.lowering.sparse_tables import distinct
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order, _simulate_kernel
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import _replay_kernel
+from heterog.simulator.space import StepSettings
 from heterog.simulator.task_seconds import price_kernel
 from heterog.strategy.strategy import Decision, Sync
 from tests.envs.cases import language_pair

@@ -14,10 +14,10 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import P, R, S
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
-from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.space import StepSettings, StrategySpace
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.keeping import recomputations
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict

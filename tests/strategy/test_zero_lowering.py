@@ -10,9 +10,9 @@ from heterog.graph.op_graph import Phase
 from heterog.lowering import lower
 from heterog.lowering.channels import ChannelKind
 from heterog.lowering.program import Program, TaskKind
-from heterog.lowering.space import StrategySpace
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.space import StrategySpace
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Sync

@@ -22,10 +22,10 @@ import numpy as np
 from heterog.envs.pair import Pair
 from heterog.errors import HeterogError
 from heterog.lowering.program import FloatArray
-from heterog.lowering.space import StepSettings
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem, TimeUp
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.space import StepSettings
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 from heterog.units import GIB
 

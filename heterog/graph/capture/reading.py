@@ -262,16 +262,13 @@ class Reader:
                 f"workload '{self.workload.name}': traced {len(placeholders)} step inputs, but "
                 f"the model and batch have {len(kinds)}."
             )
-        placements: list[Placement] = []
-        for node, (name, kind, dim) in zip(placeholders, kinds, strict=True):
-            value = node.meta["val"]
-            self._add_tensor(node, 0, value, kind, name)
-            placements.append(R if dim is None else S(dim))
+        for node, (name, kind, _) in zip(placeholders, kinds, strict=True):
+            self._add_tensor(node, 0, node.meta["val"], kind, name)
         for node in constants:
-            value = getattr(self.module, str(node.target))
-            self._add_tensor(node, 0, value, TensorKind.CONSTANT, str(node.target))
-            placements.append(R)
-        return placements, batch_size
+            name = str(node.target)
+            self._add_tensor(node, 0, getattr(self.module, name), TensorKind.CONSTANT, name)
+        dims = [*(dim for _, _, dim in kinds), *[None] * len(constants)]
+        return [R if dim is None else S(dim) for dim in dims], batch_size
 
     def _batch_leaves(self) -> tuple[list[str], list[Tensor], list[int | None]]:
         self._check_keys()
@@ -376,16 +373,16 @@ class Reader:
             kind = ATTENTION[kind]
             args, inputs = canonical_attention(kind, args, inputs)
             outputs = outputs[: ATTENTION_NUM_OUTPUTS[kind]]
-        first = len(self.tensors)
-        present = [value for value in outputs if isinstance(value, Tensor)]
-        for index, value in enumerate(outputs):
-            if isinstance(value, Tensor):
-                self._add_tensor(node, index, value, TensorKind.ACTIVATION)
+        made = [
+            self._add_tensor(node, index, value, TensorKind.ACTIVATION)
+            for index, value in enumerate(outputs)
+            if isinstance(value, Tensor)
+        ]
         call = OpCall(
             kind=kind,
             args=args,
             inputs=tuple(self.tensors[tensor].meta for tensor in inputs),
-            outputs=tuple(self.tensors[first + i].meta for i in range(len(present))),
+            outputs=tuple(self.tensors[tensor].meta for tensor in made),
         )
         read, written = bytes_read_and_written(call)
         self.ops.append(
@@ -393,7 +390,7 @@ class Reader:
                 kind=kind,
                 args=args,
                 inputs=tuple(inputs),
-                num_outputs=len(present),
+                num_outputs=len(made),
                 phase=phase,
                 module=module,
                 flops=_flops(node, call),
@@ -411,10 +408,9 @@ class Reader:
         inputs: list[int] = []
         args: dict[str, Arg] = {}
         for position, argument in enumerate(target._schema.arguments):
-            if not argument.kwarg_only and position < len(node.args):
-                value: Any = node.args[position]
-            else:
-                value = node.kwargs.get(argument.name, argument.default_value)
+            is_by_place = not argument.kwarg_only and position < len(node.args)
+            named = node.kwargs.get(argument.name, argument.default_value)
+            value = node.args[position] if is_by_place else named
             args[argument.name] = self._plain(value, inputs)
         return args, inputs
 

@@ -405,12 +405,13 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
     broadcast, at, kept = _index_layout(call)
     shapes = [call.inputs[ref.index].shape for ref in _index_refs(call) if ref]
     whole: tuple[Entry, ...] = (R,) * len(shapes)
-    found: list[tuple[int, Entry, tuple[Entry, ...]]] = [
-        (d if d < at else d + len(broadcast), source, whole) for d, source in enumerate(kept)
+    return [
+        *((d if d < at else d + len(broadcast), source, whole) for d, source in enumerate(kept)),
+        *(
+            (at + dim, R, tuple(aligned(shape, broadcast, dim) for shape in shapes))
+            for dim in range(len(broadcast))
+        ),
     ]
-    for dim in range(len(broadcast)):
-        found.append((at + dim, R, tuple(aligned(shape, broadcast, dim) for shape in shapes)))
-    return found
 
 
 @splits(

@@ -36,9 +36,15 @@ _POOLS = tuple(
     for rank in (2, 3)
     for kind, rest in (("avg_pool", ".default"), ("max_pool", "_with_indices.default"))
 )
-_POOLS_BACKWARD = tuple(kind.replace(".default", "_backward.default") for kind in _POOLS)
-_NEAREST = tuple(f"upsample_nearest{rank}d" for rank in (1, 2, 3))
-_LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+_UPSAMPLES = tuple(
+    f"upsample_{kind}.default"
+    for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d")
+)
+
+
+def _with_backward(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Kinds of ops, and those of their backward passes."""
+    return (*kinds, *(kind.replace(".default", "_backward.default") for kind in kinds))
 
 
 def per_dim(call: OpCall, name: str, rank: int) -> tuple[int, ...]:
@@ -131,11 +137,8 @@ def _rows(call: OpCall, name: str, dim: int, units: int) -> int:
 
 def _named(call: OpCall, **places: Placement) -> tuple[Placement, ...]:
     """Placements of the inputs by argument name; those not named are whole."""
-    inputs = [R] * len(call.inputs)
-    for name, place in places.items():
-        for where in positions(call, name):
-            inputs[where] = place
-    return tuple(inputs)
+    placed = {at: place for name, place in places.items() for at in positions(call, name)}
+    return tuple(placed.get(at, R) for at in range(len(call.inputs)))
 
 
 def _convolution(call: OpCall, dim: int, units: int) -> RuleResult | None:
@@ -175,7 +178,8 @@ def _convolution_backward(call: OpCall, dim: int, units: int) -> RuleResult | No
 
 
 def _pool(call: OpCall, dim: int, units: int) -> RuleResult | None:
-    if call.args["ceil_mode"] is True or len(call.inputs[0].shape) != _rank_of(call) + 2:
+    rank = 2 if "2d" in call.kind else 3
+    if call.args["ceil_mode"] is True or len(call.inputs[0].shape) != rank + 2:
         return None
     stencil = stencil_of(call, dim)
     if "backward" not in call.kind:
@@ -186,10 +190,6 @@ def _pool(call: OpCall, dim: int, units: int) -> RuleResult | None:
         return None
     halo = H(dim, readers)
     return RuleResult(_named(call, grad_output=halo, self=S(dim), indices=halo), (S(dim),))
-
-
-def _rank_of(call: OpCall) -> int:
-    return 2 if "2d" in call.kind else 3
 
 
 def _upsample(call: OpCall, dim: int, units: int) -> RuleResult | None:
@@ -226,9 +226,8 @@ def _batch_norm(call: OpCall, dim: int, units: int) -> RuleResult | None:
 _RULES: dict[str, _HaloRule] = {
     CONVOLUTION: _convolution,
     CONVOLUTION_BACKWARD: _convolution_backward,
-    **dict.fromkeys((*_POOLS, *_POOLS_BACKWARD), _pool),
-    **{f"{name}.default": _upsample for name in (*_NEAREST, *_LINEAR)},
-    **{f"{name}_backward.default": _upsample for name in (*_NEAREST, *_LINEAR)},
+    **dict.fromkeys(_with_backward(_POOLS), _pool),
+    **dict.fromkeys(_with_backward(_UPSAMPLES), _upsample),
     "native_batch_norm.default": _batch_norm,
     "_native_batch_norm_legit.default": _batch_norm,
     "_native_batch_norm_legit_functional.default": _batch_norm,

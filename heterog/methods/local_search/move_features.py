@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from heterog.lowering.group_edges import group_edges
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.space import StrategySpace
 from heterog.lowering.tables import saved_values
 from heterog.methods.local_search.neighbours import BUCKETS, Move, MoveKind, State
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.place_facts import DEVICE_FACTS, GROUP_FACTS, PlaceFacts
+from heterog.simulator.space import StrategySpace
 from heterog.strategy.strategy import Decision, Sync
 
 Array = npt.NDArray[np.float32]

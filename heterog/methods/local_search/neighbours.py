@@ -24,7 +24,6 @@ import numpy as np
 from heterog.graph.grouping import alike_groups, block_starts
 from heterog.lowering.choice import MicroBatches
 from heterog.lowering.program import IntArray
-from heterog.lowering.space import StepSettings, StrategySpace
 from heterog.memo import kept
 from heterog.methods.local_search.group_rules import GroupRules, Place, RuleRow
 from heterog.methods.planner import Problem
@@ -38,6 +37,7 @@ from heterog.methods.teams import (
     without_teams,
 )
 from heterog.simulator.engine import Order
+from heterog.simulator.space import StepSettings, StrategySpace
 from heterog.strategy.division import is_cut_alike, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule

@@ -7,20 +7,20 @@ takes microseconds, because everything about a candidate is looked up.
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.placement import OpRules
 from heterog.grouped import grouped
-from heterog.lowering import Choice, DistinctDecisions, Encoder, steps_to_unroll
+from heterog.lowering import Choice, DistinctDecisions, steps_to_unroll
 from heterog.lowering.channels import ChannelTable, balanced_slices
 from heterog.lowering.choice import MicroBatches
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.tables import GraphTables
 from heterog.memo import kept
+from heterog.pricing.price_table import RuleSets
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -52,23 +52,6 @@ class StepSettings(NamedTuple):
     micro_batches: MicroBatches = ()
     schedule: PipelineSchedule = AS_IT_COMES
     rule_set: int = 0
-
-
-class RuledTables(Protocol):
-    """Op rules and blocks, with a graph's tables under them and their encoder."""
-
-    op_rules: OpRules
-    blocks: tuple[int, ...]
-    tables: GraphTables
-    encoder: Encoder
-
-
-class NumberedRules(Protocol):
-    """Tables of a graph by the number of its op rules and blocks; 0 is none."""
-
-    def of(self, number: int, /) -> RuledTables:
-        """The tables under the rules with a number."""
-        ...
 
 
 def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -157,7 +140,7 @@ class StrategySpace:
     Args:
         graph: The training step.
         cluster: Devices and links.
-        rules: The evaluator's rule sets.
+        rules: The evaluator's rule sets; set 0 has no rules.
         channels: The evaluator's channel table; candidates register their channels there.
         speeds: Samples per second of each device, for proportional shares.
         decisions: Candidates at the start; by default those on all device sets worth trying.
@@ -167,7 +150,7 @@ class StrategySpace:
         self,
         graph: OpGraph,
         cluster: Cluster,
-        rules: NumberedRules,
+        rules: RuleSets,
         channels: ChannelTable,
         speeds: tuple[float, ...],
         decisions: Sequence[Decision] | None = None,
