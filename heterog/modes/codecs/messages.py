@@ -18,7 +18,7 @@ and gradients that replicas give to replicas without any.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +154,7 @@ def _item_bytes(tasks: npt.NDArray[np.void], tables: GraphTables) -> IntArray:
     return found
 
 
-def traffic_of(kind: IntArray, subject: IntArray, tables: GraphTables) -> IntArray:
+def traffic_of(kind: npt.NDArray[Any], subject: IntArray, tables: GraphTables) -> IntArray:
     """Traffic that each task moves; -1 if it moves none that may have a codec.
 
     Args:
