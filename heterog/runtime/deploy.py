@@ -384,7 +384,7 @@ class DeployedStep:
         times = TaskTimes(dict(zip(program.subject[tasks].tolist(), tasks.tolist(), strict=True)))
         self._record_in(times)
         try:
-            with self._late_ranks.in_step():
+            with self._late_ranks:
                 loss = self._train(batch)
             self.flush()
             if any(mode.loss_delay for mode in self.modes):
@@ -456,7 +456,7 @@ class DeployedStep:
                 plan cannot be run on its shapes, the step was closed, ranks do not train alike,
                 or something other than training has changed the model.
         """
-        with self._late_ranks.in_step():
+        with self._late_ranks:
             self._begin_step(batch)
             return self._train(batch)
 
