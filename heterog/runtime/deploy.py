@@ -27,7 +27,6 @@ from heterog.runtime.step.alike import (
     Signature,
     batch_by_tensor,
     batch_shapes,
-    by_name,
     compare,
     compare_weights,
     compared_after,
@@ -279,7 +278,7 @@ class DeployedStep:
         """
         takers = [mode.takes_gradients for mode in seen.strategy.modes]
         graph = captured.graph
-        held = by_name(self.captured.graph, self.part.parameters)
+        held = {self._names[tensor]: value for tensor, value in self.part.parameters.items()}
         parameters = {
             tensor: held[graph.tensors[tensor].name]
             for tensor in graph.parameters
