@@ -39,6 +39,7 @@ from heterog.balance.loss_graph import (
     is_alike,
     is_normalised,
     maker_of,
+    nodes_below,
     number_of,
     reduction_of,
     rows_together,
@@ -199,17 +200,8 @@ def _is_of_weights(node: Any) -> bool:
     >>> [_is_of_weights(each.grad_fn) for each in ((2 * weight - x).abs(), (weight.cos()).abs())]
     [True, False]
     """
-    waiting = [node]
-    for _ in range(_MOST_NODES):
-        if not waiting:
-            return True
-        node = waiting.pop()
-        if node is None or node.name() == "torch::autograd::AccumulateGrad":
-            continue
-        if not node.name().startswith(_OF_ELEMENTS):
-            return False
-        waiting += [each for each, _ in inputs_of(node)]
-    return False
+    known = ("torch::autograd::AccumulateGrad", *_OF_ELEMENTS)
+    return all(each.name().startswith(known) for each in nodes_below(node))
 
 
 def _last_nodes(loss: Tensor) -> Iterator[tuple[Any, bool]]:
@@ -389,7 +381,7 @@ class MeanCounts:
             return
         pairs = [(each[0], each[-2]) for each in told]
         per_sample = _alike([rows / samples for samples, rows in pairs])
-        if per_sample is None or _alike([rows for _, rows in pairs]) is not None:
+        if per_sample is None or is_alike([rows for _, rows in pairs]):
             return  # ranks with equally many samples cannot tell, and a width is alike on all
         rows_told = ", ".join(f"{rows:g} for {samples:g} samples" for samples, rows in pairs)
         self._warn(HeterogWarning, _TOGETHER, rows_told)
@@ -416,7 +408,7 @@ class MeanCounts:
             return known  # only a comparison of ranks can tell
         before = known.per_sample, known.number
         per_sample, number = (
-            each if each is not None and _alike([each, now]) is not None else None
+            each if each is not None and is_alike([each, now]) else None
             for each, now in zip(before, (count / samples, count), strict=True)
         )
         found = _Alike(known.of, per_sample, number)

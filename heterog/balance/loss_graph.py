@@ -102,7 +102,7 @@ def rows_together(loss: Tensor, samples: float) -> RowsTogether | None:
     >>> rows_together((x @ x.T).exp().mean(), 4).number
     4
     """
-    places = {node: place for place, node in enumerate(_nodes(maker_of(loss)[0]))}
+    places = {node: place for place, node in enumerate(nodes_below(maker_of(loss)[0]))}
     waiting: list[tuple[Any, bool]] = [(maker_of(loss)[0], False)]
     seen: dict[Any, bool] = {}
     found: set[RowsTogether] = set()
@@ -179,12 +179,12 @@ def _factors(name: str, below: list[Any], samples: float) -> Iterator[tuple[Any,
 
 def _sums_below(node: Any, samples: float) -> Iterator[int]:
     """Numbers of rows over which sums below a node go."""
-    for each in _nodes(node):
+    for each in nodes_below(node):
         if _is_sum(each):
             yield from (rows for rows in _first_rows(each) if rows % samples == 0)
 
 
-def _nodes(node: Any) -> Iterator[Any]:
+def nodes_below(node: Any) -> Iterator[Any]:
     """A node and those below it, each once, in an order that only the graph gives."""
     waiting, seen = [node], set[Any]()
     while waiting and len(seen) < _MOST_NODES:
@@ -273,23 +273,18 @@ def is_normalised(loss: Tensor, samples: float) -> bool:
     >>> is_normalised(torch.minimum(x.exp() * given / given.mean(), x.exp()).mean(), 3)
     True
     """
-    waiting: list[tuple[Any, float]] = [(maker_of(loss)[0], 1.0)]
+    waiting: list[tuple[Any, int, float]] = [(*maker_of(loss), 1.0)]
     for _ in range(_MOST_TERMS):
         if not waiting:
             return False
-        node, factor = waiting.pop(0)
-        name = node.name()
-        if name.startswith(_PRODUCTS):
-            constant = constant_of(node)
-            number = number_of(constant)
-            if number is None:
-                if isinstance(constant, Tensor) and _has_mean_of(constant, samples, factor):
-                    return True
-                continue
-            factor *= (1 / number if number else 0.0) if name.startswith("Div") else number
-        elif not name.startswith((*_KEEPS, *_ADDS, *_CHOOSES, "SumBackward", "MeanBackward")):
-            continue
-        waiting += [(below, factor) for below, _ in inputs_of(node) if below is not None]
+        node, _, factor = waiting.pop(0)
+        constant = constant_of(node) if node.name().startswith(_PRODUCTS) else None
+        if isinstance(constant, Tensor) and _has_mean_of(constant, samples, factor):
+            return True
+        if node.name().startswith((*_CHOOSES, "MeanBackward")):
+            waiting += [(*each, factor) for each in inputs_of(node) if each[0] is not None]
+        else:
+            waiting += _below(node, factor) or []
     return False
 
 

@@ -27,7 +27,6 @@ from heterog.runtime.step.alike import (
     Signature,
     batch_by_tensor,
     batch_shapes,
-    by_name,
     compare,
     compare_weights,
     compared_after,
@@ -279,7 +278,7 @@ class DeployedStep:
         """
         takers = [mode.takes_gradients for mode in seen.strategy.modes]
         graph = captured.graph
-        held = by_name(self.captured.graph, self.part.parameters)
+        held = {self._names[tensor]: value for tensor, value in self.part.parameters.items()}
         parameters = {
             tensor: held[graph.tensors[tensor].name]
             for tensor in graph.parameters
@@ -384,7 +383,7 @@ class DeployedStep:
         times = TaskTimes(dict(zip(program.subject[tasks].tolist(), tasks.tolist(), strict=True)))
         self._record_in(times)
         try:
-            with self._late_ranks.in_step():
+            with self._late_ranks:
                 loss = self._train(batch)
             self.flush()
             if any(mode.loss_delay for mode in self.modes):
@@ -456,7 +455,7 @@ class DeployedStep:
                 plan cannot be run on its shapes, the step was closed, ranks do not train alike,
                 or something other than training has changed the model.
         """
-        with self._late_ranks.in_step():
+        with self._late_ranks:
             self._begin_step(batch)
             return self._train(batch)
 

@@ -31,12 +31,12 @@ class Job:
 
     def begin(self, *ranks: int) -> None:
         for rank in ranks:
-            self.ranks[rank].begin_step()
+            self.ranks[rank].__enter__()
             self.shapes[rank].begin_step(())
 
     def end(self, *ranks: int) -> None:
         for rank in ranks:
-            self.ranks[rank].end_step()
+            self.ranks[rank].__exit__()
 
     def looks(self, number: int = 10) -> list[str]:
         """What is printed while each rank looks so often."""

@@ -18,7 +18,7 @@ and gradients that replicas give to replicas without any.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +154,7 @@ def _item_bytes(tasks: npt.NDArray[np.void], tables: GraphTables) -> IntArray:
     return found
 
 
-def traffic_of(kind: IntArray, subject: IntArray, tables: GraphTables) -> IntArray:
+def traffic_of(kind: npt.NDArray[Any], subject: IntArray, tables: GraphTables) -> IntArray:
     """Traffic that each task moves; -1 if it moves none that may have a codec.
 
     Args:
@@ -239,14 +239,9 @@ class _Splice:
         size = float(record["num_bytes"])
         (made,) = self._made(task)
         # The sender is where the read buffer is; a pull reads tokens of the server.
-        begin, end = self._span(task)
-        self._is_kept[begin:end] = False
-        read = [int(each) for each in self._read[begin:end]]
+        read = self._take_reads(task)
         src = int(self._old.buffers["device"][read[0]])
-        encode = self._add(task, _BEFORE, TaskKind.ENCODE, src, size * encode_bytes(each.rule))
-        self._follow(encode, read)
-        self._new_reads += [(encode, buffer) for buffer in read]
-        self._new_reads.append((task, self._buffer(message, encode, src)))
+        encode = self._encoded(task, src, read, size * encode_bytes(each.rule), message)
         dst = int(record["device"])
         kind = TaskKind.DECODE if record["kind"] == TaskKind.SEND else TaskKind.DECODE_SUM
         decode = self._add(task, _AFTER, kind, dst, size * DECODE_BYTES[each.rule.codec.kind])
@@ -259,19 +254,13 @@ class _Splice:
         size = float(self._tasks[task]["num_bytes"])
         members = sorted(each.rule.devices)
         token = self._made(task)[-1]
-        begin, end = self._span(task)
-        reads = self._read[begin:end].tolist()
-        self._is_kept[begin:end] = False
+        reads = self._take_reads(task)
         devices = self._buffer_device[reads].tolist()
         later = np.flatnonzero(self._read == token)
         sums = {}
         for member in members:
             own = [b for b, device in zip(reads, devices, strict=True) if device == member]
-            cost = size * encode_bytes(each.rule)
-            encode = self._add(task, _BEFORE, TaskKind.ENCODE, member, cost)
-            self._follow(encode, own)
-            self._new_reads += [(encode, buffer) for buffer in own]
-            self._new_reads.append((task, self._buffer(message, encode, member)))
+            encode = self._encoded(task, member, own, size * encode_bytes(each.rule), message)
             cost = size * len(members) * DECODE_BYTES[each.rule.codec.kind]
             decode = self._add(task, _AFTER, TaskKind.DECODE_SUM, member, cost)
             received = self._buffer(message * (len(members) - 1), task, member)
@@ -286,13 +275,15 @@ class _Splice:
         self._tasks[task]["channel"] = each.gather
         self._mark(rule, message * len(members), task)
 
-    def _span(self, task: int) -> tuple[int, int]:
-        start = self._old.tasks["read_start"]
-        return int(start[task]), int(start[task + 1])
+    def _take_reads(self, task: int) -> list[int]:
+        """The buffers that a task reads, and will no longer read."""
+        begin, end = self._old.tasks["read_start"][task : task + 2].tolist()
+        self._is_kept[begin:end] = False
+        read: list[int] = self._read[begin:end].tolist()
+        return read
 
     def _made(self, task: int) -> range:
-        start = self._old.tasks["buffer_start"]
-        return range(int(start[task]), int(start[task + 1]))
+        return range(*self._old.tasks["buffer_start"][task : task + 2].tolist())
 
     def _add(self, task: int, side: int, kind: TaskKind, device: int, num_bytes: float) -> int:
         """Add a task on a device, before or after another one."""
@@ -303,9 +294,17 @@ class _Splice:
         self._keys.append(3 * task + side)
         return self._num_tasks + len(self._new_tasks) - 1
 
-    def _follow(self, task: int, read: Sequence[int]) -> None:
-        """Set a task's turn to that of the latest task on its device that it reads from."""
-        record, turn = self._new_tasks[task - self._num_tasks], 0
+    def _encoded(
+        self, task: int, device: int, read: Sequence[int], cost: float, message: float
+    ) -> int:
+        """Add a task that encodes what it reads for another one; returns it.
+
+        It has the turn of the latest task on its device that it reads from.
+        """
+        encode = self._add(task, _BEFORE, TaskKind.ENCODE, device, cost)
+        self._new_reads += [(encode, buffer) for buffer in read]
+        self._new_reads.append((task, self._buffer(message, encode, device)))
+        record, turn = self._new_tasks[-1], 0
         for buffer in read:
             number = int(self._maker[buffer])
             is_new = number >= self._num_tasks
@@ -313,6 +312,7 @@ class _Splice:
             if maker["device"] == record["device"][0] and maker["kind"] < FIRST_FREE_KIND:
                 turn = max(turn, int(maker["turn"]))
         record["turn"] = turn
+        return encode
 
     def _buffer(self, num_bytes: float, maker: int, device: int) -> int:
         self._new_buffers.append((num_bytes, maker, device))
@@ -334,13 +334,11 @@ class _Splice:
         tasks = np.concatenate([self._tasks[: self._num_tasks], *self._new_tasks])
         keys = np.concatenate([3 * np.arange(self._num_tasks) + _SELF, np.array(self._keys)])
         order = np.argsort(keys, kind="stable")
-        place = np.empty(len(order), np.int32)  # new number of each task
-        place[order] = np.arange(len(order))
+        place = np.argsort(order).astype(np.int32)  # new number of each task
         old, extra = self._old.buffers[: self._num_buffers], np.array(self._new_buffers)
         maker = place[np.concatenate([self._maker, extra[:, 1].astype(np.int32)])]
         by_maker = np.argsort(maker, kind="stable")
-        buffer_place = np.empty(len(by_maker), np.int32)
-        buffer_place[by_maker] = np.arange(len(by_maker))
+        buffer_place = np.argsort(by_maker).astype(np.int32)
         pairs = np.array(self._new_reads, np.int32)
         reader = place[np.concatenate([self._reader[self._is_kept], pairs[:, 0]])]
         read = buffer_place[np.concatenate([self._read[self._is_kept], pairs[:, 1]])]

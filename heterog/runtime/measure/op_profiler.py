@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,9 +153,8 @@ def _resident_bytes(step: DeployedStep) -> int:
     tensors: list[Tensor] = [*step.model.parameters(), *step.model.buffers()]
     tensors += step.part.slices.own.values()
     tensors += step.masters.stepped
-    if step.optimizer is not None:
-        for state in step.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    for state in step.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
     samples = max(
         (
             dict(zip(decision.devices, decision.shares, strict=True)).get(step.rank, 0)
@@ -177,6 +177,8 @@ _LEAST_STEPS = 2
 _LEAST_SECONDS = 1.0  # long against the 100 ms after which a CPU quota is renewed
 _COPIES = (TaskKind.FLATTEN, TaskKind.ACCUMULATE, TaskKind.SUM)
 _UPDATE_REPEATS = 5
+_Row = Callable[..., OpMeasurement]
+"""Makes a row of this device, model and number of samples."""
 
 
 class LoopbackCommunicator(Communicator):
@@ -314,12 +316,14 @@ def profile_ops(
             for task in np.flatnonzero(program.kind == TaskKind.COMPUTE).tolist()
             if not graph.is_view[graph_tables(graph).op_id[program.subject[task]]]
         }
-        order = [turn.task for turn in executor.turns]
-        seconds = parts_of_segments(clock.seconds(), seconds, order, ops)
-    rows = _op_rows(graph, program, seconds, samples, device_type)
-    rows.append(_step_row(graph, executor, batch, optimizer, step_s, samples, device_type))
-    rows += _update_rows(graph, parameters, optimizer, clock.stretch, samples, device_type, device)
-    return rows
+        tasks = [turn.task for turn in executor.turns]
+        seconds = parts_of_segments(clock.seconds(), seconds, tasks, ops)
+    row = partial(OpMeasurement, device_type=device_type, model=graph.name, samples=samples)
+    return [
+        *_op_rows(row, graph, program, seconds, samples),
+        _step_row(row, graph, executor, batch, optimizer, step_s, samples),
+        *_update_rows(row, graph, parameters, optimizer, clock.stretch, device),
+    ]
 
 
 def _timed(executor: StepExecutor, batch: Mapping[int, Tensor], clock: _Clock) -> float:
@@ -399,11 +403,11 @@ def _strategy(graph: OpGraph, samples: int) -> Strategy:
 
 
 def _op_rows(
+    row: _Row,
     graph: OpGraph,
     program: Program,
     seconds: Mapping[int, Sequence[float]],
     samples: int,
-    device_type: str,
 ) -> list[OpMeasurement]:
     """Rows of ops, equal signatures together, and of copies."""
     flops, num_bytes = batch_plan(graph).work(samples)
@@ -417,12 +421,9 @@ def _op_rows(
             found.setdefault(op_signature(graph, op), (op, []))[1].extend(calls)
         elif kind in _COPIES:
             rows.append(
-                OpMeasurement(
-                    device_type=device_type,
-                    model=graph.name,
+                row(
                     signature="",
                     kind="copy",
-                    samples=samples,
                     flops=0.0,
                     num_bytes=float(program.num_bytes[task]),
                     seconds=statistics.median(calls),
@@ -431,12 +432,9 @@ def _op_rows(
             )
     for signature, (op, calls) in found.items():
         rows.append(
-            OpMeasurement(
-                device_type=device_type,
-                model=graph.name,
+            row(
                 signature=signature,
                 kind=op_kind(graph, op),
-                samples=samples,
                 flops=float(flops[op]),
                 num_bytes=float(num_bytes[op]),
                 seconds=_trimmed_mean(calls),
@@ -447,13 +445,13 @@ def _op_rows(
 
 
 def _step_row(
+    row: _Row,
     graph: OpGraph,
     executor: StepExecutor,
     batch: Mapping[int, Tensor],
     optimizer: torch.optim.Optimizer,
     seconds: float,
     samples: int,
-    device_type: str,
 ) -> OpMeasurement:
     """Row of the whole step: its seconds, and the most bytes that tensors held in one more."""
     num_bytes = peak_during(lambda: executor(batch))
@@ -462,12 +460,9 @@ def _step_row(
         model = [value for group in optimizer.param_groups for value in group["params"]]
         num_bytes += stored_bytes([*model, *(v for v in state if isinstance(v, Tensor))])
         num_bytes += stored_bytes(batch.values()) * samples // graph.batch_size
-    return OpMeasurement(
-        device_type=device_type,
-        model=graph.name,
+    return row(
         signature="",
         kind=STEP,
-        samples=samples,
         flops=float(graph.flops.sum()) * samples / graph.batch_size,
         num_bytes=float(num_bytes),
         seconds=seconds,
@@ -482,12 +477,11 @@ def _trimmed_mean(values: Sequence[float]) -> float:
 
 
 def _update_rows(
+    row: _Row,
     graph: OpGraph,
     parameters: Mapping[int, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     stretch: float,
-    samples: int,
-    device_type: str,
     device: torch.device,
 ) -> list[OpMeasurement]:
     """Rows of the optimizer's steps, one per parameter size, scaled to a step of all."""
@@ -514,12 +508,9 @@ def _update_rows(
     together = seconds([parameter for _, parameter, _ in graph.updates])
     total = sum(alone[size] * len(members) for size, (_, members) in sizes.items())
     return [
-        OpMeasurement(
-            device_type=device_type,
-            model=graph.name,
+        row(
             signature=op_signature(graph, op),
             kind=op_kind(graph, op),
-            samples=samples,
             flops=graph.ops[op].flops,
             num_bytes=graph.ops[op].bytes_read + graph.ops[op].bytes_written,
             seconds=alone[size] * together / total,

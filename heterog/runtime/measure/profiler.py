@@ -42,7 +42,7 @@ from heterog.runtime.accelerators import (
 from heterog.runtime.launch import run_commands
 from heterog.runtime.measure.link_profiler import PAYLOADS, gathered, link_cases, profile_links
 from heterog.runtime.measure.op_profiler import profile_ops
-from heterog.runtime.rank import end_together, join
+from heterog.runtime.rank import as_rank, end_together, join
 from heterog.runtime.rank import tell as tell_launcher
 from heterog.runtime.ranks.place import HERE
 from heterog.runtime.ranks.testbed import Testbed
@@ -406,7 +406,7 @@ def main() -> None:
     """Measure as one rank of a testbed."""
     given = json.loads(sys.argv[1])
     folder = Path(given.pop("journal"))
-    try:
+    with as_rank(int(os.environ["RANK"])):
         measured = profile_as_rank(
             given.pop("sources"),
             Cluster.load(folder / _CLUSTER_FILE),
@@ -416,9 +416,6 @@ def main() -> None:
         )
         if measured is not None:
             measured.save(folder / _RESULT_FILE)
-    except HeterogError as error:
-        print(f"heterog: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
     end_together()
 
 

@@ -22,7 +22,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -249,11 +249,6 @@ def resize(
             "batches of the planned shapes, or plan for this one, too."
         )
     return ResizedStep(captured=captured, strategy=strategy, program=resized)
-
-
-def by_name(graph: OpGraph, values: Mapping[int, Any]) -> dict[str, Any]:
-    """Change the keys of a mapping from tensor ids to the tensors' names in a graph."""
-    return {graph.tensors[tensor].name: value for tensor, value in values.items()}
 
 
 def batch_by_tensor(graph: OpGraph, batch: Any) -> dict[int, Tensor]:

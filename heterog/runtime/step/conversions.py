@@ -121,8 +121,7 @@ class Conversions:
     def _split(self, task: int, slot: int, micro: int) -> None:
         """Keep the whole: only its reader knows the device of a piece, so sending cuts it."""
         (read,) = self._part.reads(task)
-        for buffer in self._part.made(task):
-            self._values.held[buffer] = self._values.held[read]
+        self._hold(task, self._values.held[read])
 
     def _send(self, task: int, slot: int, micro: int) -> None:
         part, tensor = self._part, self._tensor(slot)
@@ -135,12 +134,11 @@ class Conversions:
             self._communicator.send(piece, dst, task, self._lane(task))
             return
         like = self._values.zeros(tensor, self._shape(slot, box))
-        (made,) = part.made(task)
         if codec is not None:
             size = codec.message_bytes(like.numel(), like.element_size())
             like = torch.empty(size, dtype=torch.uint8, device=like.device)
         received = self._communicator.receive(like, src, task, self._lane(task))
-        self._values.held[made] = HeldValue(received, *box)
+        self._hold(task, HeldValue(received, *box))
 
     def _lane(self, task: int) -> tuple[int, ...] | None:
         """Device set whose connections a transfer uses; ``None`` for the group of all ranks."""
@@ -153,8 +151,7 @@ class Conversions:
         codec = part.rule(task).codec
         box = self._sent(part.message_of[task], slot, micro)
         held = self._values.held[part.reads(task)[0]]
-        (made,) = part.made(task)
-        self._values.held[made] = HeldValue(codec.encode(self._piece(slot, held, box)))
+        self._hold(task, HeldValue(codec.encode(self._piece(slot, held, box))))
 
     def _decode(self, task: int, slot: int, micro: int) -> None:
         """Decode a received message."""
@@ -164,9 +161,8 @@ class Conversions:
         shape = self._shape(slot, box)
         message = self._values.held[part.reads(task)[0]].tensor()
         dtype = getattr(torch, part.graph.tensors[tensor].dtype)
-        value = codec.decode(message, torch.Size(shape).numel(), dtype).view(shape)
-        (made,) = part.made(task)
-        self._values.held[made] = HeldValue(value, *box)
+        value = codec.decode(message, prod(shape), dtype).view(shape)
+        self._hold(task, HeldValue(value, *box))
 
     def _rows_held(self, slot: int, held: HeldValue) -> RowSet:
         """Rows in a buffer of a value whose readers need rows of neighbours."""
@@ -230,39 +226,47 @@ class Conversions:
             join_in_order(across, nested(on_axis, in_batch, batch, samples[1]))
             for samples, across in sorted(pieces.items())
         ]
-        (made,) = part.made(task)
-        self._values.held[made] = HeldValue(join(parts, in_batch), *wanted)
+        self._hold(task, HeldValue(join(parts, in_batch), *wanted))
 
     def _reduce(self, task: int, slot: int, micro: int) -> None:
         part, tensor = self._part, self._tensor(slot)
-        is_early = part.is_early(task)
+        if part.is_early(task):
+            self._count_labels(task, slot)
+            return
         samples = EVERY
         if part.program.samples[task] > 0:
             samples = self._maker(slot).team_samples(micro, part.rank)
-        if is_early:
-            op = part.maker(int(part.tables.slot_value[slot]))
-            if any(mode.counts_labels_alone for mode in part.strategy.modes):
-                self._count_labels(task, op, part.value_of[tensor])
-                return
-            local = self._losses.local_label_weight(op, self._ops[op], self._maker(slot))
-        else:
+        own = self._own(task)
+        if own is None:
             local = self._values.zeros(tensor, self._shape(slot, (samples, EVERY, None)))
-            for buffer in part.reads(task):
-                if buffer in self._values.held:
-                    local = self._values.held[buffer].tensor().clone()
+        else:
+            local = own.clone()
         pending = self._communicator.all_reduce(local.contiguous(), part.channel(task).devices)
-        if is_early:
-            self._losses.keep_label_weight(part.value_of[tensor], pending)
         self._hold(task, HeldValue(pending, samples))
 
-    def _count_labels(self, task: int, op: int, value: int) -> None:
-        """Find the weight of all labels from the whole batch, which every rank has."""
-        weight = self._losses.whole_label_weight(op, self._ops[op])
-        self._losses.keep_label_weight(value, Pending(None, lambda: weight))
-        self._hold(task, HeldValue(weight))
+    def _count_labels(self, task: int, slot: int) -> None:
+        """Find the weight of all labels: alone, or as a sum of each rank's."""
+        part = self._part
+        value = int(part.tables.slot_value[slot])
+        op = part.maker(value)
+        if any(mode.counts_labels_alone for mode in part.strategy.modes):
+            weight = self._losses.whole_label_weight(op, self._ops[op])
+            pending = Pending(None, lambda: weight)
+        else:
+            weight = self._losses.local_label_weight(op, self._ops[op], self._maker(slot))
+            devices = part.channel(task).devices
+            pending = self._communicator.all_reduce(weight.contiguous(), devices)
+        self._losses.keep_label_weight(value, pending)
+        self._hold(task, HeldValue(pending))
+
+    def _own(self, task: int) -> Tensor | None:
+        """What this rank gives to a collective; ``None`` if it has no part of the value."""
+        held = self._values.held
+        own = [held[buffer] for buffer in self._part.reads(task) if buffer in held]
+        return own[-1].tensor() if own else None
 
     def _hold(self, task: int, held: HeldValue) -> None:
-        """Keep this rank's result of a collective."""
+        """Keep this rank's result of a task."""
         part = self._part
         for buffer in part.made(task):
             if part.program.buffer_device[buffer] == part.rank:
@@ -273,23 +277,21 @@ class Conversions:
         devices = part.channel(task).devices
         in_batch, on_axis = self._places(slot)
         along, _ = part.target_of_slot(slot)
-        if part.program.units[task] > 0 and in_batch.kind != "S":
-            along = self._maker(slot)  # the makers' team gathers it before it goes to others
-        if part.program.units[task] > 0:
-            made = along.team_samples(micro, devices[0]), (0, along.units)
-            if in_batch.kind != "S":
-                made = EVERY, made[1]
-            boxes = {d: (made[0], along.units_of(d)) for d in devices}
-            place = nested(on_axis, in_batch, part.graph.batch_size, made[0][1])
-            if in_batch.kind != "S":
-                place = on_axis
+        by_units = int(part.program.units[task] > 0)
+        if by_units:
+            samples = along.team_samples(micro, devices[0])
+            if in_batch.kind != "S":  # the makers' team gathers it before it goes to others
+                along, samples = self._maker(slot), EVERY
+            made = samples, (0, along.units)
+            boxes = {d: (samples, along.units_of(d)) for d in devices}
+            place = nested(on_axis, in_batch, part.graph.batch_size, samples[1])
         else:
             boxes = {d: (along.own_samples(micro, d), EVERY) for d in devices}
             number = sum(samples[1] for samples, _ in boxes.values())
             begin = min(samples[0] for samples, _ in boxes.values())
             made, place = ((begin, number), EVERY), in_batch
         shapes = {device: self._shape(slot, (*box, None)) for device, box in boxes.items()}
-        counts = [torch.Size(shapes[device]).numel() for device in devices]
+        counts = [prod(shapes[device]) for device in devices]
         local = self._values.zeros(tensor, (0,))
         own = (*boxes[part.rank], None)
         is_empty = counts[devices.index(part.rank)] == 0
@@ -298,7 +300,6 @@ class Conversions:
             is_value = part.value_in(buffer)[0] == int(part.tables.slot_value[slot])
             if is_value and not is_empty and buffer in self._values.held:
                 local = self._piece(slot, self._values.held[buffer], own).reshape(-1)
-        by_units = int(part.program.units[task] > 0)
 
         def whole(parts: list[Tensor]) -> Tensor:
             shaped = [
@@ -308,9 +309,8 @@ class Conversions:
             full = [each for each in shaped if each[1].numel()]
             return join_in_order(full or shaped, place)  # a layer may have no features
 
-        self._hold(
-            task, HeldValue(self._communicator.all_gather(local, devices, counts, whole), *made)
-        )
+        pending = self._communicator.all_gather(local, devices, counts, whole)
+        self._hold(task, HeldValue(pending, *made))
 
     def _scatter(self, task: int, value: int, micro: int) -> None:
         """Sum the parts of a value over the team that made them; each keeps its own slice."""
@@ -323,17 +323,15 @@ class Conversions:
         place = nested(part.plan.placements[tensor], in_batch, batch, samples[1])
         whole = local_shape(part.graph.tensors[tensor].shape, in_batch, samples[1], batch)
         shapes = [local_shape(whole, place, along.units_of(d)[1], along.units) for d in devices]
-        flat = None
-        for buffer in part.reads(task):
-            if buffer in self._values.held:
-                made = self._values.held[buffer].tensor()
-                pieces = [cut(made, place, along.units, *along.units_of(d)) for d in devices]
-                flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        flat, made = None, self._own(task)
+        if made is not None:
+            pieces = [cut(made, place, along.units, *along.units_of(d)) for d in devices]
+            flat = torch.cat([piece.reshape(-1) for piece in pieces])
         own = shapes[devices.index(part.rank)]
         pending = self._communicator.reduce_scatter_slices(
             flat,
             devices,
-            [torch.Size(shape).numel() for shape in shapes],
+            [prod(shape) for shape in shapes],
             sorted({int(part.program.buffer_device[buffer]) for buffer in part.reads(task)}),
             like=self._values.zeros(tensor, (0,)),
         )
@@ -353,18 +351,17 @@ class Conversions:
         )
         is_wide = call.inputs[0].dtype == "float64"
         dtype = torch.float64 if is_wide else torch.float32
-        own = torch.empty(0, dtype=dtype, device=self._values.device)
-        inputs: Sequence[Tensor] = ()
-        for buffer in part.reads(task):
-            if buffer in self._values.held:
-                own = self._values.held[buffer].tensor().reshape(-1)
-                inputs = self.incomplete.pop(buffer)
+        own = self._own(task)
+        if own is None:
+            own = torch.empty(0, dtype=dtype, device=self._values.device)
+        made = [each for each in part.reads(task) if each in self.incomplete]
+        inputs = self.incomplete.pop(made[0]) if made else ()
         counts = [prod(rows) if along.units_of(device)[1] else 0 for device in devices]
 
         def whole(parts: list[Tensor]) -> Tensor:
             return completed(call, inputs, [part.view(rows) for part in parts if part.numel()])
 
-        pending = self._communicator.all_gather(own, devices, counts, whole)
+        pending = self._communicator.all_gather(own.reshape(-1), devices, counts, whole)
         self._hold(task, HeldValue(pending, samples, along.units_of(part.rank)))
 
     def _exchange(self, task: int, value: int, micro: int) -> None:
@@ -378,13 +375,10 @@ class Conversions:
         assert before is not None
         cuts = TwoCuts.of_value(part, tensor, before, after)
         devices, rank = part.channel(task).devices, part.rank
-        local = self._values.zeros(tensor, (0,))
-        for buffer in part.reads(task):
-            if buffer in self._values.held:
-                local = self._values.held[buffer].tensor()
-        has_any = bool(before.shares[micro].get(rank, 0))
+        own = self._own(task) if before.shares[micro].get(rank, 0) else None
+        nothing = self._values.zeros(tensor, (0,))
         pieces = [
-            cuts.piece(local, micro, rank, device).reshape(-1) if has_any else local[:0]
+            nothing if own is None else cuts.piece(own, micro, rank, device).reshape(-1)
             for device in devices
         ]
         shapes = [cuts.shape(micro, device, rank) for device in devices]
@@ -398,10 +392,10 @@ class Conversions:
                 if flat.numel()
             ]
             if not shaped:
-                return local.new_zeros(cuts.shape(micro, rank, rank))
+                return nothing.new_zeros(cuts.shape(micro, rank, rank))
             return join_in_order(shaped, cuts.place_of_parts(micro, rank))
 
-        counts = [torch.Size(shape).numel() for shape in shapes]
+        counts = [prod(shape) for shape in shapes]
         pending = self._communicator.all_to_all(pieces, devices, counts, whole)
         samples = after.samples(micro, rank)
         units = EVERY if after.axis == BATCH_AXIS else after.units_of(rank)

@@ -8,15 +8,13 @@ how many steps all ranks have begun. It ends nothing: a rank that is late may on
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from heterog.runtime.lookout import NUM_LOOKS, Lookout, users_line
 from heterog.runtime.step.alike import BatchShapes
 
 
 class LateRanks:
-    """Notices that ranks stand in different steps.
+    """Notices that ranks stand in different steps; entered while the loop calls the step.
 
     Args:
         shapes: Knows how many steps each rank has begun.
@@ -43,22 +41,13 @@ class LateRanks:
         if self._lookout is not None:
             self._lookout.close()
 
-    def begin_step(self) -> None:
+    def __enter__(self) -> None:
         """Note that the loop has called the step."""
         self._loops_in, self._is_inside, self._at = threading.get_ident(), True, object()
 
-    def end_step(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Note that the step has returned."""
         self._is_inside, self._at = False, object()
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Note both, with the step in the body."""
-        self.begin_step()
-        try:
-            yield
-        finally:
-            self.end_step()
 
     def look(self) -> None:
         """Print a line if the loop stands, and another rank has begun fewer or more steps."""
