@@ -134,11 +134,6 @@ class LoweredStrategy:
         again = self.program.kind == TaskKind.RECOMPUTE
         return set(self.tables.op_group[self.program.subject[again]].tolist())
 
-    @property
-    def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Samples of the whole batch in each micro-batch."""
-        return self.strategy.micro_sizes or (self.graph.batch_size,)
-
     def splits(self, groups: range, devices: Sequence[int]) -> tuple[Split, ...]:
         """Axes along which the ops of consecutive groups are divided, most work first.
 
@@ -355,7 +350,7 @@ def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> De
         num_micro_batches=strategy.num_micro_batches,
         step_barrier=strategy.step_barrier,
         aggregations=aggregations,
-        micro_batch_sizes=lowered.micro_batch_sizes,
+        micro_batch_sizes=strategy.micro_sizes or (graph.batch_size,),
         schedule=strategy.schedule,
     )
 

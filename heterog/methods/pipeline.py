@@ -11,7 +11,7 @@ are also tried with recomputation and sliced updates.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
@@ -165,6 +165,9 @@ class _Enumeration(Enumeration[_Point]):
             f"every stage needs a group of layers, and the model has {self.num_groups} of them"
         )
         self.cluster = evaluator.cluster
+        self._all_sequences = [
+            each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups
+        ]
         self.parameters = evaluator.group_state_bytes
         self.activations = evaluator.group_saved_bytes
         self.estimates: dict[Stages, float] = {}
@@ -246,10 +249,6 @@ class _Enumeration(Enumeration[_Point]):
                 point = next(self._balanced(stages, num_micro, order))
                 self.estimates[stages] = self._estimate(point)
         return sorted(self._all_sequences, key=lambda stages: self.estimates.get(stages, np.inf))
-
-    @cached_property
-    def _all_sequences(self) -> list[Stages]:
-        return [each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups]
 
     def _estimate(self, point: _Point) -> float:
         """Seconds of a point: T_max + (sum T - T_max)/m, plus the slowest stage's gradients.

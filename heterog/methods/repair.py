@@ -88,11 +88,6 @@ class _Step(NamedTuple):
     groups: tuple[int, ...]
     keeps: Keeps
 
-    @property
-    def rounded(self) -> float:
-        """Bytes per second to three digits, so that equal layers tie and keep their order."""
-        return float(f"{self.bytes_per_s:.2e}")
-
 
 class _Unit(NamedTuple):
     """Groups that recompute together.
@@ -315,7 +310,10 @@ class _Repair:
         ]
         # The last unit's outputs are read at once: it frees nothing while memory is fullest.
         last = max((step.groups for step in ranked), default=())
-        ranked.sort(key=lambda step: (step.groups == last, -step.rounded, step.groups))
+        # Bytes per second to three digits, so that equal layers tie and keep their order.
+        ranked.sort(
+            key=lambda step: (step.groups == last, -float(f"{step.bytes_per_s:.2e}"), step.groups)
+        )
 
         def make(steps: Sequence[_Step]) -> Strategy:
             changes = {

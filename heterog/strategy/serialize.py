@@ -22,7 +22,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
 
     ``decisions`` lists the distinct decisions, ``groups`` the number of the decision of each
     group. ``rules`` lists the distinct rules, ``op_rules`` pairs (graph op, number of its rule);
-    both may be missing. Fields that are rarely used are left out where they have their default.
+    both may be missing.
     """
     numbers: dict[Decision, int] = {}
     rules: dict[OpRule, int] = {}
@@ -32,24 +32,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "graph": strategy.graph,
         "cluster": strategy.cluster,
-        "decisions": [
-            {
-                "devices": list(decision.devices),
-                "shares": list(decision.shares),
-                "sync": decision.sync.name.lower(),
-                "slices": list(decision.slices),
-                "recompute": decision.recompute,
-                "teams": [list(team) for team in decision.teams],
-                "parts": list(decision.parts),
-                **(
-                    {"slice_groups": list(map(list, own))}
-                    if (own := decision.slice_groups)
-                    else {}
-                ),
-                **({"keeps": decision.keeps.name.lower()} if decision.keeps else {}),
-            }
-            for decision in numbers
-        ],
+        "decisions": [_decision_to_dict(decision) for decision in numbers],
         "groups": groups,
         "homes": list(strategy.homes),
         "micro_batches": [list(counts) for counts in strategy.micro_batches],
@@ -79,6 +62,21 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
         "blocks": list(strategy.blocks),
         **({"first_bucket_bytes": first} if (first := strategy.first_bucket_bytes) else {}),
     } | {mode.key: mode.to_json() for mode in strategy.modes}
+
+
+def _decision_to_dict(decision: Decision) -> dict[str, Any]:
+    """Its fields; those that are rarely used are left out where they have their default."""
+    return {
+        "devices": list(decision.devices),
+        "shares": list(decision.shares),
+        "sync": decision.sync.name.lower(),
+        "slices": list(decision.slices),
+        "recompute": decision.recompute,
+        "teams": [list(team) for team in decision.teams],
+        "parts": list(decision.parts),
+        **({"slice_groups": list(map(list, own))} if (own := decision.slice_groups) else {}),
+        **({"keeps": decision.keeps.name.lower()} if decision.keeps else {}),
+    }
 
 
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]

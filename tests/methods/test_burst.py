@@ -172,15 +172,15 @@ class Halves(Costs):
 def test_layers_burst_by_hand() -> None:
     chain = fork_join(CHAIN)
     free = search(Halves(0), chain, limit=math.inf, num_devices=4)
-    assert free.widths == (4, 4, 4, 4)
+    assert [width for _, width in free.places] == [4, 4, 4, 4]
     assert (free.time, free.device_time) == pytest.approx((2.5, 10.0))
     # On four devices an odd layer takes four times its own device time; moving costs less. To be
     # back on four, an even layer pays (0.25 + 0.1) x 4 = 1.4 times, and no more than 1.4.
     tight = search(Halves(0), chain, limit=1.5, num_devices=4)
-    assert tight.widths == (4, 1, 4, 1)
+    assert [width for _, width in tight.places] == [4, 1, 4, 1]
     assert tight.time == pytest.approx(0.25 + 1.1 + 0.35 + 1.1)
     least = search(Halves(0), chain, limit=1.3, num_devices=4)
-    assert least.widths == (4, 1, 2, 1)
+    assert [width for _, width in least.places] == [4, 1, 2, 1]
 
 
 def test_blocks_are_found() -> None:

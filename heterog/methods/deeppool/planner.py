@@ -157,7 +157,11 @@ class GroupCosts:
         self.speeds = evaluator.speeds
         self._pricer = evaluator.prices.pricer
         self.order = device_order(evaluator)
-        self.num_groups = evaluator.tables.num_groups
+        tables = evaluator.tables
+        self.num_groups = tables.num_groups
+        self._gradient_bytes = np.bincount(
+            tables.parameter_group, tables.parameter_bytes, tables.num_groups
+        ).astype(np.float64)
         self.widths = tuple(
             width for width in _widths(evaluator, self.order) if min(self.shares((0, width))) > 0
         )
@@ -249,12 +253,6 @@ class GroupCosts:
     def _crossing(self) -> dict[tuple[int, int], float]:
         """Bytes per sample over each step of the chain, including links that skip layers."""
         return crossing_bytes(self.chain, self._links)
-
-    @cached_property
-    def _gradient_bytes(self) -> FloatArray:
-        tables = self.evaluator.tables
-        sizes = np.bincount(tables.parameter_group, tables.parameter_bytes, self.num_groups)
-        return sizes.astype(np.float64)
 
     @cached_property
     def _latency_s(self) -> float:

@@ -147,11 +147,6 @@ class BurstPlan:
     device_time: float
     places: tuple[Place, ...]
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Number of devices of each layer."""
-        return tuple(width for _, width in self.places)
-
 
 def search(
     costs: LayerCosts,

@@ -101,6 +101,8 @@ class Slices:
         state_bytes: Parameters, gradients and optimizer state of each layer.  # [num_layers]
         parameter_bytes: Parameters of each layer.  # [num_layers]
         kept_bytes: Activations of a sample that the backward pass reads.  # [num_layers]
+        num_returns: Stages through which values go again after the last, if there are several.
+        boundary_bytes: Bytes of a sample that go from one layer to the next.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -113,6 +115,9 @@ class Slices:
         self.most_members = max(rules.least_units, 1) if rules is not None else 1
         self._op_rules = rules.op_rules if rules is not None else ()
         self._layer_of_op = layer_of_op(graph, self.layer_of_group)
+        self._is_backward = np.array([op.phase != Phase.FORWARD for op in graph.ops])
+        self.num_returns = num_returns(graph, self.layer_of_group)
+        self.boundary_bytes = boundary_bytes(evaluator.tables, self.layer_of_group)
         self.state_bytes = self._by_layer(evaluator.group_state_bytes)
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(evaluator.group_saved_bytes) / graph.batch_size
@@ -133,16 +138,6 @@ class Slices:
 
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
-
-    @cached_property
-    def num_returns(self) -> int:
-        """Stages through which values go again after the last, if there are several."""
-        return num_returns(self.evaluator.graph, self.layer_of_group)
-
-    @cached_property
-    def boundary_bytes(self) -> float:
-        """Bytes of a sample that go from one layer to the next."""
-        return boundary_bytes(self.evaluator.tables, self.layer_of_group)
 
     @kept
     def between_bytes_per_s(self, first: int, second: int) -> float:
@@ -235,10 +230,6 @@ class Slices:
             np.bincount(self._layer_of_op[some], of_ops[some], self.num_layers) for some in passes
         ]
         return np.stack(found).astype(np.float64)
-
-    @cached_property
-    def _is_backward(self) -> npt.NDArray[np.bool_]:
-        return np.array([op.phase != Phase.FORWARD for op in self.evaluator.graph.ops])
 
     def _tables(self, rules: OpRules) -> GraphTables:
         return graph_tables(self.evaluator.graph, rules, layer_blocks(self.evaluator.graph))

@@ -276,9 +276,6 @@ def _deepspeed(fields: Fields) -> LayoutFile:
             f"activation_checkpoint_interval {again}: the inputs of every layer are kept, not of "
             "each such run."
         )
-    micro = fields.number("", "train_micro_batch_size_per_gpu", 0, auto=True)
-    num_micro = fields.number("", "gradient_accumulation_steps", 0, auto=True)
-    batch = fields.number("", "train_batch_size", 0, auto=True)
     kind = fields.word("optimizer", "type")
     fields.skip("", "optimizer")
     if kind.lower().startswith(("onebit", "zeroone")):
@@ -294,12 +291,12 @@ def _deepspeed(fields: Fields) -> LayoutFile:
             tp=tp,
             ep=_deepspeed_experts(fields, tp),
             pp=pp,
-            micro_batch=micro,
-            num_micro=num_micro,
+            micro_batch=fields.number("", "train_micro_batch_size_per_gpu", 0, auto=True),
+            num_micro=fields.number("", "gradient_accumulation_steps", 0, auto=True),
             zero=stage,
             recompute=Recompute.FULL if again else Recompute.NONE,
         ),
-        batch_size=batch,
+        batch_size=fields.number("", "train_batch_size", 0, auto=True),
     )
 
 
