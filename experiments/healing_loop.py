@@ -50,9 +50,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def train(tell: Callable[..., None], num_steps: int, kind: str, saved: Path) -> None:
     """Train up to a step."""
-    tell("imported")
     dist.init_process_group("gloo")
-    tell("joined")
     model, optimizer = model_and_optimizer()
     model = DistributedDataParallel(model)
     balancer = Balancer(model, global_batch_size=BATCH_SIZE, interval=0)
@@ -69,7 +67,7 @@ def train(tell: Callable[..., None], num_steps: int, kind: str, saved: Path) -> 
         healing = HealingLoop(model, optimizer, balancer, silent_s=SILENT_S)
         healing.restore()
         step, source = healing.num_steps, healing.resumed_from
-    tell("restored", step=step, source=source, ranks=dist.get_world_size())
+    tell("taken up", step=step, source=source, ranks=dist.get_world_size())
     while step < num_steps:
         for inputs, targets, numbers in loader:
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -133,9 +131,10 @@ def main() -> None:
     try:
         train(tell, num_steps, kind, log.with_name("saved.pt"))
     except BaseException:
-        tell("failed")
+        tell("gave up")
         raise
-    tell("ended")
+    if who["rank"] == 0:
+        tell("done")
 
 
 if __name__ == "__main__":

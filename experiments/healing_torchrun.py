@@ -24,6 +24,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -125,15 +126,13 @@ class Hosts:
         self._events.sort(key=lambda told: float(told["at_s"]))
         return self._events
 
-    def wait_for(self, what: str, is_it: Any, begin: int = 0) -> Event:
-        """Wait for an event that a condition holds for, from the given one on."""
+    def wait_for(self, what: str, is_it: Callable[[Event], bool] = lambda told: True) -> Event:
+        """Wait for an event that a condition holds for."""
         deadline_s = time.monotonic() + _LIMIT_S
         while time.monotonic() < deadline_s:
-            events = self.events()
-            for number in range(begin, len(events)):
-                if events[number]["event"] == what and is_it(events[number]):
-                    return events[number]
-            begin = len(events)
+            for told in self.events():
+                if told["event"] == what and is_it(told):
+                    return told
             time.sleep(0.005)
         raise TimeoutError(f"{what} was not told; last {self.events()[-1:]}")
 
@@ -190,10 +189,7 @@ def run_trial(
             victims = (last.get("host", 0),)  # a plan's first is the first
         hit_s = time.monotonic()
         hosts.hit(fault, victims, apart_s)
-        if plan is None:
-            hosts.wait_for("ended", lambda told: told["rank"] == 0)
-        else:
-            hosts.wait_for("done", lambda told: True)
+        hosts.wait_for("done")
         for host in set(range(HOSTS)) - set(() if fault == "paused" else victims):
             hosts.agents[host].join(_LIMIT_S)
             if hosts.agents[host].exitcode != 0:
@@ -210,9 +206,9 @@ def run_trial(
         ]
 
     left = left_behind(found)
-    if plan is not None:
-        return measured_plan(folder, hosts.events(), hit_s, victims, left)
-    return measured(hosts.events(), hit_s, victims, left)
+    losses = of_loop(hosts.events()) if plan is None else of_plan(folder)
+    how = recovered(hosts.events(), hit_s)
+    return Trial(victims=victims, left_behind=left, **how, **losses)
 
 
 def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
@@ -231,50 +227,46 @@ def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
     return folder / "run.json"
 
 
-def measured_plan(
-    folder: Path,
-    events: list[Event],
-    hit_s: float,
-    victims: tuple[int, ...],
-    left: tuple[str, ...],
-) -> Trial:
-    """Results of a plan's trial, from its journals and its output."""
-    output = read_json(folder / "out.json", "output")
+def recovered(events: list[Event], hit_s: float) -> dict[str, Any]:
+    """How ranks went on, from what they wrote: the fields of a trial about steps and seconds."""
     every = [each for each in events if each["event"] == "step"]
     later = [each for each in events if each["at_s"] > hit_s]
     steps = [each for each in later if each["event"] == "step"]
-    most = max(each["step"] for each in every if each["at_s"] <= hit_s)
-    split: dict[str, Any] = {"source": "ranks trained on"}
-    if taken_up := [each for each in later if each["event"] == "taken up"]:
-        *_, began = (
-            each
-            for each in later
-            if each["event"] == "began" and each["at_s"] < taken_up[-1]["at_s"]
-        )
-        noticed = (each["at_s"] for each in later if each["event"] == "gave up")
-        most = max(each["step"] for each in every if each["at_s"] < began["at_s"])
-        own = [each for each in steps if each["at_s"] > taken_up[-1]["at_s"]]
-        ends = hit_s, min(noticed, default=hit_s), began["at_s"], taken_up[-1]["at_s"]
-        seconds = (b - a for a, b in itertools.pairwise((*ends, own[0]["at_s"])))
-        split = {
-            **dict(zip(PARTS, seconds, strict=True)),
-            "decided_s": began["seconds"],
-            "total_s": own[0]["at_s"] - hit_s,
-            "steps_done_again": most - taken_up[-1]["step"],
-            "source": f"step {taken_up[-1]['step']} in memory, by {output['moves'][-1]['method']}",
-        }
+    before = max(each["step"] for each in every if each["at_s"] <= hit_s)
+    taken_up = [each for each in later if each["event"] == "taken up"]
+    if not taken_up:  # the same ranks trained on
+        caught_up_s = next(each["at_s"] for each in steps if each["step"] > before) - hit_s
+        total_s = steps[0]["at_s"] - hit_s
+        return {"killed_in_step": before, "total_s": total_s, "caught_up_s": caught_up_s}
+    again = taken_up[-1]
+    began = [each for each in later if each["event"] == "began" and each["at_s"] < again["at_s"]][
+        -1
+    ]
+    noticed_s = min((each["at_s"] for each in later if each["event"] == "gave up"), default=hit_s)
+    most = max(each["step"] for each in every if each["at_s"] < again["at_s"])
+    own = [each for each in steps if each["at_s"] > again["at_s"]]
+    ends = hit_s, noticed_s, began["at_s"], again["at_s"], own[0]["at_s"]
+    return {
+        **dict(zip(PARTS, (b - a for a, b in itertools.pairwise(ends)), strict=True)),
+        "killed_in_step": before,
+        "decided_s": began.get("seconds", 0.0),
+        "total_s": own[0]["at_s"] - hit_s,
+        "caught_up_s": next(each["at_s"] for each in own if each["step"] > most) - hit_s,
+        "steps_done_again": most - again["step"],
+        "source": again.get("source", f"step {again['step']} in memory"),
+    }
+
+
+def of_plan(folder: Path) -> dict[str, Any]:
+    """The fields about losses of a plan's trial, from its output."""
+    output = read_json(folder / "out.json", "output")
     expected = losses_of(len(output["losses"]))
     pairs = zip(output["losses"], expected, strict=True)
-    return Trial(
-        victims=victims,
-        killed_in_step=max(each["step"] for each in every if each["at_s"] <= hit_s),
-        caught_up_s=next(each["at_s"] for each in steps if each["step"] > most) - hit_s,
-        num_ranks=output["num_ranks"],
-        most_difference=max(abs(told - other) for told, other in pairs) / expected[0],
-        is_complete=output["steps"] == list(range(1, len(expected) + 1)),
-        left_behind=left,
-        **{"total_s": steps[0]["at_s"] - hit_s, **split},
-    )
+    return {
+        "num_ranks": output["num_ranks"],
+        "most_difference": max(abs(told - other) for told, other in pairs) / expected[0],
+        "is_complete": output["steps"] == list(range(1, len(expected) + 1)),
+    }
 
 
 def losses_of(num_steps: int) -> list[float]:
@@ -287,49 +279,21 @@ def losses_of(num_steps: int) -> list[float]:
     return losses_alone(model, optimizer, itertools.repeat((inputs, targets), num_steps))
 
 
-def measured(
-    events: list[Event], hit_s: float, victims: tuple[int, ...], left: tuple[str, ...]
-) -> Trial:
-    """Results of a trial, from its log."""
-    steps = [each for each in events if each["event"] == "step"]
-    old = [each for each in steps if each["at_s"] <= hit_s]
-    begun = [each for each in events if each["event"] == "began" and each["at_s"] > hit_s]
-    again = [each for each in events if each["event"] == "restored" and each["at_s"] > hit_s]
-    failed = [each for each in events if each["event"] == "failed" and each["at_s"] > hit_s]
-    later = [each for each in steps if each["at_s"] > hit_s]
-    split: dict[str, Any] = {}
-    most = old[-1]["step"]
-    if begun:
-        # The last generation: those that began after the last step of the one before.
-        restored = [each for each in again if each["rank"] == 0][-1]
-        began_s = max(each["at_s"] for each in begun if each["at_s"] < restored["at_s"])
-        most = max(each["step"] for each in steps if each["at_s"] < restored["at_s"])
-        later = [each for each in steps if each["at_s"] > restored["at_s"]]
-        noticed_s = min((each["at_s"] for each in failed), default=began_s)
-        ends = (hit_s, noticed_s, began_s, restored["at_s"], later[0]["at_s"])
-        seconds = (b - a for a, b in itertools.pairwise(ends))
-        split = dict(zip(PARTS, seconds, strict=True))
-    counted = {each["step"]: each for each in steps}
+def of_loop(events: list[Event]) -> dict[str, Any]:
+    """The fields about losses of a loop's trial, from its log."""
+    counted = {each["step"]: each for each in events if each["event"] == "step"}
     ordered = [counted[number] for number in sorted(counted)]
     pairs = zip(ordered, losses_over([each["samples"] for each in ordered]), strict=True)
     dealt = grouped((each["epoch"], number) for each in ordered for number in each["samples"])
     whole = [sorted(dealt[epoch]) == list(range(NUM_SAMPLES)) for epoch in sorted(dealt)[:-1]]
     last = dealt[max(dealt)]
-    return Trial(
-        victims=victims,
-        killed_in_step=old[-1]["step"],
-        **split,
-        total_s=later[0]["at_s"] - hit_s,
-        caught_up_s=next(each["at_s"] for each in later if each["step"] > most) - hit_s,
-        num_ranks=again[-1]["ranks"] if again else HOSTS,
-        steps_done_again=most - again[-1]["step"] if again else 0,
-        most_difference=max(abs(told["loss"] / other - 1.0) for told, other in pairs),
-        is_complete=all(whole)
+    return {
+        "num_ranks": [each["ranks"] for each in events if each["event"] == "taken up"][-1],
+        "most_difference": max(abs(told["loss"] / other - 1.0) for told, other in pairs),
+        "is_complete": all(whole)
         and len(last) == len(set(last))
         and sorted(counted) == list(range(1, len(counted) + 1)),
-        left_behind=left,
-        source=again[-1]["source"] if again else "",
-    )
+    }
 
 
 def main() -> None:

@@ -21,9 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +29,13 @@ import torch
 from loops import accelerated, plain, with_lightning, with_trainer
 from loops.cases import CASES, SHARES, Case, Record, Run
 from rows import finish, option, progress, script_parser
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from testbeds import results_of_forks
 
+from heterog.errors import HeterogError
 from heterog.runtime.launch import free_port
 
 MOST_DIFFERENCE = 1e-5
 LIMIT_S = 120
-FAILED = "failed"
-"""File for the error of the rank that fails first."""
 
 LOOPS: dict[str, tuple[Run, Run]] = {
     "DDP": (plain.alone, plain.on_ranks("ddp")),
@@ -114,18 +111,14 @@ def run_row(loop: str, case: str) -> Row:
     if refused is not None:
         return Row(loop, case, False, None, None, refused, None)
     alone, on_ranks = LOOPS[loop]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            ((weights, updates),) = _run(alone, CASES[case], 1, Path(folder) / "one")
-            ranks = _run(on_ranks, CASES[case], len(SHARES), Path(folder) / "ranks")
-        except ProcessException as error:
-            # Ranks that lose another one fail, too: what the first one said is the reason.
-            first = next(Path(folder).rglob(FAILED), None)
-            told = str(error) if first is None else first.read_text()
-            said, reason = told.splitlines()[-1], MUST_REFUSE.get((loop, case))
-            if reason is not None and reason in said:
-                return Row(loop, case, False, None, None, said, None)
-            return Row(loop, case, False, None, None, None, said)
+    try:
+        ((weights, updates),) = _run(alone, CASES[case], 1)
+        ranks = _run(on_ranks, CASES[case], len(SHARES))
+    except (HeterogError, RuntimeError) as error:
+        said, reason = str(error).splitlines()[-1], MUST_REFUSE.get((loop, case))
+        if reason is not None and reason in said:
+            return Row(loop, case, False, None, None, said, None)
+        return Row(loop, case, False, None, None, None, said)
     if (loop, case) in MUST_REFUSE:
         return Row(loop, case, False, None, None, None, "it was not refused")
     together = [
@@ -144,23 +137,21 @@ def run_row(loop: str, case: str) -> Row:
     return Row(loop, case, is_equal, apart / largest, same, None, None)
 
 
-def _run(run: Run, case: Case, num_ranks: int, folder: Path) -> list[Any]:
+def _run(run: Run, case: Case, num_ranks: int) -> list[Any]:
     """Weights and updates of each rank.
 
     Raises:
-        ProcessException: a rank failed or took too long.
+        HeterogError: a rank raised it.
+        RuntimeError: a rank failed otherwise, or took too long.
     """
-    folder.mkdir()
-    given = (run, case, num_ranks, str(free_port()), folder)
-    ranks = start_processes(  # type: ignore[no-untyped-call]
-        _be_rank, given, num_ranks, join=False, start_method="fork"
-    )
-    while not ranks.join(grace_period=1.0):
-        pass
-    return [torch.load(folder / f"{rank}.out", weights_only=False) for rank in range(num_ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        given = run, case, num_ranks, str(free_port()), Path(folder)
+        return results_of_forks(_be_rank, num_ranks, *given)
 
 
-def _be_rank(rank: int, run: Run, case: Case, num_ranks: int, port: str, folder: Path) -> None:
+def _be_rank(
+    rank: int, run: Run, case: Case, num_ranks: int, port: str, folder: Path
+) -> tuple[Any, Any]:
     signal.alarm(LIMIT_S)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT), 2)
@@ -170,16 +161,7 @@ def _be_rank(rank: int, run: Run, case: Case, num_ranks: int, port: str, folder:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0")
     record = Record()
-    try:
-        weights = run(case, record, str(folder))
-    except Exception:
-        with suppress(FileExistsError), (folder / FAILED).open("x") as file:
-            file.write(traceback.format_exc())
-        raise
-    torch.save((weights, record.updates), folder / f"{rank}.out")
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    os._exit(0)
+    return run(case, record, str(folder)), record.updates
 
 
 if __name__ == "__main__":

@@ -291,16 +291,46 @@ def results_of_ranks(
         HeterogError: a rank raised it.
         RuntimeError: a rank failed otherwise.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        how = {
+            "init_method": f"file://{folder}/store",
+            "world_size": num_ranks,
+            "timeout": timedelta(seconds=timeout_s),
+        }
+        return results_of_forks(_join_and_run, num_ranks, how, function, arguments)
+
+
+def _join_and_run(
+    rank: int, how: dict[str, Any], function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", rank=rank, **how)
+    return function(rank, *arguments)
+
+
+def results_of_forks(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
+    """Run a function in forks of this process; see ``results_of_ranks``.
+
+    The forks may join a process group. One that fails takes its connections with it, so others
+    that wait for it fail, too.
+    """
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
-        files = [Path(name, f"rank_{rank}") for rank in range(num_ranks)]
-        given = files, timedelta(seconds=timeout_s), function, arguments
-        ranks = [fork.Process(target=_serve, args=(rank, *given)) for rank in range(num_ranks)]
-        for process in ranks:
+        files = [Path(name, str(number)) for number in range(count)]
+        forks = [
+            fork.Process(target=_answer, args=(file, function, number, *arguments))
+            for number, file in enumerate(files)
+        ]
+        for process in forks:
             process.start()
-        for process in ranks:
+        for process in forks:
             process.join()
-        answers = [torch.load(file, weights_only=False) for file in files]
+        answers = [
+            torch.load(file, weights_only=False)
+            if file.exists()
+            else RuntimeError(f"fork {number} ended with {forks[number].exitcode}")
+            for number, file in enumerate(files)
+        ]
     refusals = [answer for answer in answers if isinstance(answer, HeterogError)]
     if refusals:
         raise refusals[0]
@@ -311,31 +341,18 @@ def results_of_ranks(
     return answers
 
 
-def _serve(
-    rank: int,
-    files: Sequence[Path],
-    timeout: timedelta,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+def _answer(file: Path, function: Callable[..., Any], *arguments: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     answer: Any
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{files[0].with_name('store')}",
-            rank=rank,
-            world_size=len(files),
-            timeout=timeout,
-        )
-        answer = function(rank, *arguments)
-        dist.barrier()  # a rank that ends takes its connections with it
+        answer = function(*arguments)
+        if dist.is_initialized():
+            dist.barrier()  # a rank that ends takes its connections with it
     except HeterogError as error:
         answer = error
     except BaseException:
         answer = RuntimeError(traceback.format_exc())
-    torch.save(answer, files[rank])
+    torch.save(answer, file)
     os._exit(0)
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 
 from heterog.errors import BudgetError, StrategyError
@@ -16,14 +17,9 @@ from sailor.columns import Columns, Kind, Tables, gpus_of, plan_of, time_of
 from sailor.inputs import Inputs, Plan
 from sailor.score import Score, score_of
 
-MOST_STAGES = 8
-"""More stages were never near the best, because each sends twice and fills the pipeline."""
-MOST_KINDS = 4
-"""Plans with more kinds of columns than one per card and one more were not better."""
-
 
 class Moves:
-    """Makes random columns and changes them.
+    """Makes random columns and changes them; stages and kinds stay as many as they were.
 
     Args:
         tables: for teams and numbers of GPUs.
@@ -31,23 +27,16 @@ class Moves:
     """
 
     def __init__(self, tables: Tables, random: Random) -> None:
-        self._tables = tables
-        self._random = random
-        self._sizes = sorted({size for team in tables.teams for size in team.times})
-        self._every: tuple[Callable[[Columns], Columns | None], ...] = (
-            self._shift_bound,
-            self._shift_bound,
-            self._change_team,
-            self._change_team,
-            self._resize,
-            self._recount,
-            self._recount,
-            self._exchange,
-            self._add_kind,
-            self._drop_kind,
-            self._split_stage,
-            self._join_stages,
+        self._tables, self._random = tables, random
+        self._sizes = sorted(
+            {
+                size
+                for team in tables.teams
+                for size in tables.inputs.profiled(team.card, team.tensor)
+            }
         )
+        often = self._shift_bound, self._change_team, self._recount
+        self._every: tuple[Callable[[Columns], Columns | None], ...] = *often, *often, self._resize
 
     def start(self, num_stages: int) -> Columns:
         """Random columns of so many stages, on as many GPUs as they can use."""
@@ -59,9 +48,7 @@ class Moves:
         kinds = []
         for _ in range(random.randint(1, len(tables.cards) + 1)):
             cards = random.sample(tables.cards, random.randint(1, len(tables.cards)))
-            fitting = [
-                index for index, team in enumerate(tables.teams) if team.replica.card in cards
-            ]
+            fitting = [team for team in tables.teams if team.card in cards]
             teams = tuple(random.choice(fitting) for _ in range(num_stages))
             if random.random() < 0.5:  # most good columns have like teams
                 teams = (teams[0],) * num_stages
@@ -78,20 +65,19 @@ class Moves:
 
     def _shrunk(self, columns: Columns) -> Columns | None:
         """Fewer columns, until there are GPUs enough."""
-        tables = self._tables
-        while True:
-            used = gpus_of(columns, tables)
-            over = {card for card in used if used[card] > tables.num_gpus[card]}
-            if not over:
-                return columns
+        limits = self._tables.num_gpus
+        while over := {
+            card for card, used in gpus_of(columns, self._tables).items() if used > limits[card]
+        }:
             users = [
                 index
                 for index, kind in enumerate(columns.kinds)
-                if any(tables.teams[team].replica.card in over for team in kind.teams)
+                if any(team.card in over for team in kind.teams)
             ]
             columns = _counted(columns, self._random.choice(users), -1)
             if not columns.kinds:
                 return None
+        return columns
 
     def _filled(self, columns: Columns) -> Columns:
         """As many columns as there are GPUs for, of kinds in random order."""
@@ -99,10 +85,8 @@ class Moves:
         if shrunk is None:
             return columns
         tables = self._tables
-        used = gpus_of(shrunk, tables)
-        order = list(range(len(shrunk.kinds)))
-        self._random.shuffle(order)
-        for index in order:
+        for index in self._random.sample(range(len(shrunk.kinds)), len(shrunk.kinds)):
+            used = gpus_of(shrunk, tables)
             one = replace(shrunk.kinds[index], count=1)
             needs = gpus_of(replace(shrunk, kinds=(one,)), tables)
             more = min(
@@ -111,7 +95,6 @@ class Moves:
                 if count
             )
             shrunk = _counted(shrunk, index, more)
-            used = {card: used[card] + more * needs[card] for card in used}
         return shrunk
 
     def _shift_bound(self, columns: Columns) -> Columns | None:
@@ -119,20 +102,15 @@ class Moves:
             return None
         index = self._random.randint(1, columns.num_stages - 1)
         moved = columns.bounds[index] + self._random.choice((-2, -1, 1, 2))
-        last = (
-            columns.bounds[-1] - 1
-            if index + 1 == columns.num_stages
-            else columns.bounds[index + 1]
-        )
-        if not columns.bounds[index - 1] < moved < last:
-            return None
         bounds = (*columns.bounds[:index], moved, *columns.bounds[index + 1 :])
-        return replace(columns, bounds=bounds)
+        # The last bound may not move to the head either.
+        in_order = all(one < other for one, other in pairwise((*bounds[:-1], bounds[-1] - 1)))
+        return replace(columns, bounds=bounds) if in_order else None
 
     def _change_team(self, columns: Columns) -> Columns | None:
         index = self._random.randrange(len(columns.kinds))
         kind = columns.kinds[index]
-        team = self._random.randrange(len(self._tables.teams))
+        team = self._random.choice(self._tables.teams)
         stage = self._random.randrange(columns.num_stages)
         teams = (*kind.teams[:stage], team, *kind.teams[stage + 1 :])
         if self._random.random() < 0.3:
@@ -149,63 +127,6 @@ class Moves:
         index = self._random.randrange(len(columns.kinds))
         changed = _counted(columns, index, self._random.choice((-4, -2, -1, 1, 2, 4)))
         return changed if changed.kinds else None
-
-    def _exchange(self, columns: Columns) -> Columns | None:
-        """Fewer of one kind, more of another."""
-        if len(columns.kinds) < 2:
-            return None
-        one, other = self._random.sample(range(len(columns.kinds)), 2)
-        more = _counted(columns, one, self._random.randint(1, 4))
-        return _counted(more, other, -self._random.randint(1, 4))
-
-    def _add_kind(self, columns: Columns) -> Columns | None:
-        if len(columns.kinds) >= MOST_KINDS:
-            return None
-        kind = self._random.choice(columns.kinds)
-        added = replace(columns, kinds=(*columns.kinds, replace(kind, count=1)))
-        stage = self._random.randrange(columns.num_stages)
-        team = self._random.randrange(len(self._tables.teams))
-        teams = (*kind.teams[:stage], team, *kind.teams[stage + 1 :])
-        if self._random.random() < 0.5:
-            teams = (team,) * columns.num_stages
-        return _with_kind(added, len(columns.kinds), replace(kind, teams=teams, count=1))
-
-    def _drop_kind(self, columns: Columns) -> Columns | None:
-        if len(columns.kinds) < 2:
-            return None
-        index = self._random.randrange(len(columns.kinds))
-        return _counted(columns, index, -columns.kinds[index].count)
-
-    def _split_stage(self, columns: Columns) -> Columns | None:
-        stages = columns.num_stages
-        stage = self._random.randrange(stages)
-        first, end = columns.bounds[stage : stage + 2]
-        last = end - 1 if stage + 1 == stages else end
-        if stages >= MOST_STAGES or last - first < 2:
-            return None
-        bound = self._random.randint(first + 1, last - 1)
-        bounds = (*columns.bounds[: stage + 1], bound, *columns.bounds[stage + 1 :])
-        kinds = tuple(
-            replace(
-                kind,
-                teams=(*kind.teams[:stage], kind.teams[stage], *kind.teams[stage:]),
-                count=max(kind.count * stages // (stages + 1), 1),
-            )
-            for kind in columns.kinds
-        )
-        return replace(columns, bounds=bounds, kinds=kinds)
-
-    def _join_stages(self, columns: Columns) -> Columns | None:
-        if columns.num_stages == 1:
-            return None
-        stage = self._random.randint(1, columns.num_stages - 1)
-        dropped = stage - self._random.randint(0, 1)
-        bounds = (*columns.bounds[:stage], *columns.bounds[stage + 1 :])
-        kinds = tuple(
-            replace(kind, teams=(*kind.teams[:dropped], *kind.teams[dropped + 1 :]))
-            for kind in columns.kinds
-        )
-        return replace(columns, bounds=bounds, kinds=kinds)
 
 
 def _with_kind(columns: Columns, index: int, kind: Kind) -> Columns:
@@ -390,7 +311,7 @@ def search(
             f"no plan for {gpus} was found in {annealing.evaluations} evaluations; give more of "
             "them, or GPUs with more memory."
         )
-    plan = plan_of(annealing.best, tables)
+    plan = plan_of(annealing.best)
     return Found(
         plan=plan,
         score=score_of(plan, inputs),

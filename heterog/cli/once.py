@@ -11,20 +11,17 @@ class EachOnce(TyperCommand):
     """A command that refuses two lists for one option; of other values the last one counts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, then look for lists that were given more often than they count.
+        """Look for lists that are given more often than they count, then parse as usual.
 
         Raises:
             HeterogError: an option with names in commas stands twice.
         """
-        given = [*args]  # parsing empties its list
-        left = super().parse_args(ctx, args)
-        order = () if ctx.resilient_parsing else self.make_parser(ctx).parse_args(given)[2]
-        lists = [each for each in order if _is_one_list(each)]
-        for option in lists:
-            if lists.count(option) > 1:
+        given = [each.partition("=")[0] for each in args]
+        for option in () if ctx.resilient_parsing else filter(_is_one_list, self.params):
+            if sum(each in option.opts for each in given) > 1:
                 name = max(option.opts, key=len)
                 raise HeterogError(f"{name} is given twice; names go into one, with commas.")
-        return left
+        return super().parse_args(ctx, args)
 
 
 def _is_one_list(parameter: Any) -> bool:

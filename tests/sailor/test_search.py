@@ -40,7 +40,7 @@ def test_plans_of_sailors_are_priced_as_the_rules_say(
     tables = Tables(inputs=inputs, num_gpus=num_gpus)
     exact = 0
     for state in walk_columns(tables, 300):
-        plan = plan_of(state, tables)
+        plan = plan_of(state)
         score = score_of(plan, inputs)
         assert score.is_valid
         assert all(plan.num_gpus[card] <= num_gpus[card] for card in plan.num_gpus)
@@ -53,11 +53,10 @@ def test_plans_of_sailors_are_priced_as_the_rules_say(
 
 def every_plan_of_sailors(tables: Tables) -> float:
     """The best of all plans of one or two stages with columns of at most two kinds, by trying."""
-    teams = range(len(tables.teams))
     layers = tables.inputs.num_layers
     best = inf
     for bounds in [(0, layers), *((0, bound, layers) for bound in range(1, layers - 1))]:
-        kinds = list(product(teams, repeat=len(bounds) - 1))
+        kinds = list(product(tables.teams, repeat=len(bounds) - 1))
         for one, other in product(kinds, repeat=2):
             for first, second in product(range(1, 5), range(4)):
                 for size in (1, 2, 4, 8):
