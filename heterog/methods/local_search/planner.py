@@ -207,17 +207,13 @@ class Search:
 
     def run(self, problem: Problem) -> PlanResult:
         """Search with the budget of a problem: the first one, or a later one."""
-        self.advance(problem)
-        return self.result()
-
-    def advance(self, problem: Problem) -> None:
-        """Search with the budget of a problem, without returning anything."""
         if problem is not self.problem:  # making the search counts for the first one
             self.problem, self.spending = problem, problem.spend()
         with self.spending.limits():
             self._search()
+        return self._result()
 
-    def result(self) -> PlanResult:
+    def _result(self) -> PlanResult:
         """The best few different strategies so far, made simpler while there is budget."""
         # If there was no time for the referee, the engine's best states are returned.
         best = [state for _, state in (self.referee.best or self.engine.best)[:NUM_RETURNED]]
