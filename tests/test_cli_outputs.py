@@ -177,6 +177,20 @@ def test_new_files_have_the_permissions_of_the_umask(tmp_path: Path, mask: int) 
     assert found == {name: mode & ~mask for name, mode in wanted.items()}
 
 
+def test_a_folder_that_is_gone_is_no_place_to_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MKL ends the program at the first product of matrices there."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", ["heterog", "models"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = "heterog: the folder that you work in was removed; change to another one.\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, said)
+
+
 def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
