@@ -14,13 +14,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    contextmanager,
-    nullcontext,
-    redirect_stderr,
-    redirect_stdout,
-)
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -134,15 +128,14 @@ def as_script(path: Path) -> Iterator[None]:
     ``script_of``. If the script changes the working folder, in which heterog reads and writes
     files, or the streams to which it prints, that is changed back.
     """
-    arguments, working = sys.argv, Path.cwd()
+    arguments, streams, working = sys.argv, (sys.stdout, sys.stderr), Path.cwd()
     _change_namesakes(path.parent)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
     try:
-        with redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
-            yield
+        yield
     finally:
-        sys.argv = arguments
+        sys.argv, sys.stdout, sys.stderr = arguments, *streams
         os.chdir(working)
         for folder in (str(path.parent), *_last):
             if folder in sys.path:

@@ -254,11 +254,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def check_working_folder() -> None:
-    """Refuse to work in a folder that was removed: MKL ends programs that multiply there.
-
-    Raises:
-        InputFileError: the folder is gone.
-    """
+    """Refuse to work in a folder that was removed: MKL ends programs that multiply there."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
