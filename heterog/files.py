@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 import time
 import zlib
 from collections import Counter
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from heterog.errors import HeterogError, InputFileError
 from heterog.names import shown
@@ -119,17 +119,18 @@ def _check_folder_of(path: str | Path, target: Path, status: os.stat_result | No
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Write a file beside its place and move it there, so that no reader sees half of it.
 
-    A replaced file keeps its permissions; a link stays, and its target is replaced.
+    A replaced file keeps its permissions, a new one has those of the umask; a link stays, and its
+    target is replaced.
 
     Raises:
         InputFileError: the path is no file that can be written, or the system refuses.
     """
     target = check_writable(path)
     try:
-        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644
         with moved_to(target) as beside:
             beside.write_bytes(content)
-            beside.chmod(mode)
+            if target.exists():
+                shutil.copymode(target, beside)
     except OSError as error:
         raise cannot_write(path, error, len(content)) from error
 
@@ -144,13 +145,13 @@ def moved_to(target: Path, *, is_folder: bool = False) -> Iterator[Path]:
         target: Path of a file, there or not, or of a folder that is empty or not there.
         is_folder: Whether a folder is made.
     """
-    # A short name, because the file's own may already be as long as names can be.
+    # A short name, because the file's own may already be as long as names can be. What tempfile
+    # makes is the user's alone, whatever the umask says.
+    beside = target.parent / f"{_BESIDE}{uuid4().hex}"
     if is_folder:
-        beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=_BESIDE))
+        beside.mkdir()
     else:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=_BESIDE)
-        os.close(handle)
-        beside = Path(name)
+        beside.touch(exist_ok=False)
     try:
         yield beside
         os.replace(beside, target)

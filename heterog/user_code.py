@@ -14,13 +14,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    contextmanager,
-    nullcontext,
-    redirect_stderr,
-    redirect_stdout,
-)
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -102,12 +96,11 @@ def trusted_source(source: str, named: Sequence[str], where: str) -> str:
         found = own.expanduser().resolve()
         if found.name == path.name and found.suffix == ".py":
             return f"{found}:{function}"
-    working = _working_folder()
-    if path.suffix == ".py" and working and path.is_relative_to(working.resolve()):
+    if path.suffix == ".py" and path.is_relative_to(Path.cwd()):
         return f"{path}:{function}"
     raise InputFileError(
         f"{where} says that its model is made by {path_text}, which is not under the folder you "
-        f"work in ({working or 'removed'}). To use it would run or copy that file; if you trust "
+        f"work in ({Path.cwd()}). To use it would run or copy that file; if you trust "
         f"it, add `sources` {shlex.quote(path_text)}."
     )
 
@@ -127,14 +120,6 @@ def load_object(source: str, what: str) -> object:
         return callable_in(path, name)
 
 
-def _working_folder() -> Path | None:
-    """The working folder; ``None`` if it was removed, though "." still exists then."""
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        return None
-
-
 @contextmanager
 def as_script(path: Path) -> Iterator[None]:
     """What Python does for a script without arguments: its folder leads the path of imports.
@@ -143,17 +128,15 @@ def as_script(path: Path) -> Iterator[None]:
     ``script_of``. If the script changes the working folder, in which heterog reads and writes
     files, or the streams to which it prints, that is changed back.
     """
-    arguments, working = sys.argv, _working_folder()
+    arguments, streams, working = sys.argv, (sys.stdout, sys.stderr), Path.cwd()
     _change_namesakes(path.parent)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
     try:
-        with redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
-            yield
+        yield
     finally:
-        sys.argv = arguments
-        if working is not None:
-            os.chdir(working)
+        sys.argv, sys.stdout, sys.stderr = arguments, *streams
+        os.chdir(working)
         for folder in (str(path.parent), *_last):
             if folder in sys.path:
                 sys.path.remove(folder)

@@ -160,6 +160,37 @@ def test_a_file_keeps_its_permissions_and_a_link_stays_one(tmp_path: Path) -> No
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_new_files_have_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
+    """A plan for oneself alone, say, or for a group."""
+    before = os.umask(mask)
+    try:
+        write_atomically(tmp_path / "new.json", b"new")
+        plan = make_plan(chain_graph(), toy_cluster(), methods=["single_device"])
+        plan.save(tmp_path / "new.json")
+        asked = ["export", str(tmp_path / "new.json"), "--to", "torchrun", "-o"]
+        assert CliRunner().invoke(app, [*asked, str(tmp_path / "job")]).exit_code == 0
+    finally:
+        os.umask(before)
+    wanted = {"new.json": 0o666, "job": 0o777, "job/launch.sh": 0o777, "job/ranks.json": 0o666}
+    found = {name: (tmp_path / name).stat().st_mode & 0o777 for name in wanted}
+    assert found == {name: mode & ~mask for name, mode in wanted.items()}
+
+
+def test_a_folder_that_is_gone_is_no_place_to_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MKL ends the program at the first product of matrices there."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", ["heterog", "models"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = "heterog: the folder that you work in was removed; change to another one.\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, said)
+
+
 def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 

@@ -141,8 +141,7 @@ def write_folder(export: Export, folder: Path, *, overwrite: bool = False) -> li
         with moved_to(folder.absolute(), is_folder=True) as work:
             for name, content in export.files.items():
                 (work / name).write_bytes(content)
-                (work / name).chmod(_mode(name))
-            work.chmod(0o755)
+                _let_run(work / name)
     except OSError as error:
         raise cannot_write(folder, error, sum(map(len, export.files.values()))) from error
     return [folder / name for name in export.files]
@@ -156,7 +155,7 @@ def _renew(export: Export, folder: Path) -> list[Path]:
         if name == USER_FILE and edited:
             continue
         write_atomically(folder / name, content)
-        (folder / name).chmod(_mode(name))
+        _let_run(folder / name)
         written.append(folder / name)
     return written
 
@@ -169,8 +168,11 @@ def _exported(folder: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _mode(name: str) -> int:
-    return 0o755 if name.endswith(".sh") else 0o644
+def _let_run(path: Path) -> None:
+    """Let those run a script who may read it."""
+    mode = path.stat().st_mode
+    if path.suffix == ".sh":
+        path.chmod(mode | (mode & 0o444) >> 2)
 
 
 def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:

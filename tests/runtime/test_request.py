@@ -61,3 +61,9 @@ def test_settings_become_options_and_other_words_stay() -> None:
 def test_the_command_line_names_settings_by_its_options() -> None:
     done = CliRunner().invoke(app, ["run", "plan.json", "--steps", "0"])
     assert str(done.exception) == "--steps is 0; measure at least one step."
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_limits_that_end_every_job_are_refused(seconds: float) -> None:
+    with pytest.raises(HeterogError, match="in a step; give more than 0"):
+        Limits(step_timeout_s=seconds)

@@ -80,6 +80,16 @@ def slow_down(step: DeployedStep) -> None:
         group["lr"], group["weight_decay"] = 0.01, 0.1
 
 
+def cast(step: DeployedStep) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        step(batch_of("mlp", 1))
+
+
+def infer(step: DeployedStep) -> None:
+    with torch.inference_mode():
+        step(batch_of("mlp", 1))
+
+
 CHANGES: dict[Callable[[DeployedStep], None], str] = {
     freeze: "'0.weight' has requires_grad=False now, which this step does not know. The step was",
     tie: "'2.bias' is another parameter now, or gone",
@@ -92,6 +102,8 @@ CHANGES: dict[Callable[[DeployedStep], None], str] = {
     step_again: r"no parameter has a gradient, .* Leave optimizer.step\(\) out; to clip,",
     assign: r"'0.weight' has other memory now \(.data = ...\), which this step does not read",
     call: "this rank holds a part of the model, .* Load step.state_dict",
+    cast: r"under torch.autocast or in inference mode, .* open autocast in the model's forward",
+    infer: r"in inference mode, which change what its ops compute\. Call it outside",
     evaluate_and_train: "",
     slow_down: "",
 }

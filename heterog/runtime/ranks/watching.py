@@ -52,6 +52,13 @@ class Limits:
     timeout_s: float = 300.0
     step_timeout_s: float = 300.0
 
+    def __post_init__(self) -> None:
+        if not (self.timeout_s > 0 and self.step_timeout_s > 0):
+            raise HeterogError(
+                f"ranks are given up after {self.timeout_s:g} s, or {self.step_timeout_s:g} s "
+                "in a step; give more than 0."
+            )
+
 
 DEFAULT_LIMITS = Limits()
 

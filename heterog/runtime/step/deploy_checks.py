@@ -203,14 +203,22 @@ class Unchanged:
             for key, value in module._parameters.items()
             if value is not None
         ]
+        self._device_types = {each.device.type for each in model.parameters()}
 
     def check(self) -> None:
-        """Refuse a model or optimizer that has changed.
+        """Refuse a model or optimizer that has changed, and modes that change every op.
 
         Raises:
             StrategyError: a parameter, a module, the number of parameter groups, or something
-                that the model or its loss reads has changed.
+                that the model or its loss reads has changed; or the step is called under autocast
+                or in inference mode.
         """
+        is_cast = any(map(torch.is_autocast_enabled, self._device_types))
+        if is_cast or torch.is_inference_mode_enabled():
+            raise StrategyError(
+                "the step is called under torch.autocast or in inference mode, which change what "
+                "its ops compute. Call it outside, and open autocast in the model's forward pass."
+            )
         self._check_parameters()
         self._check_known()
         for name, module, was_training in self._modules:
