@@ -154,15 +154,10 @@ class ChannelPrices(NamedTuple):
     loaded_s: FloatArray  # added to the latency while a member computes
     member_start: IntArray  # devices of each channel  # [num_channels + 1]
     member: IntArray
-    queue: IntArray  # one per communicator; transfers over the same links share one
-    communicator: IntArray  # first channel of the communicator; for a transfer, the channel
+    queue: IntArray  # first channel of the communicator; for a transfer, the channel
     resource_start: IntArray  # link resources of each channel  # [num_channels + 1]
     resource: IntArray
     resource_s_per_byte: FloatArray
-    gate: npt.NDArray[np.uint64]  # bit set of the resources that must be free  # [channels, words]
-    gated_start: IntArray  # queues whose gate holds each resource  # [num_resources + 1]
-    gated_queue: IntArray
-    num_queues: int
     has_drag: bool  # whether ``drag`` or ``overhead_s`` is ever above 0
 
 

@@ -252,13 +252,8 @@ _Way = tuple[ChannelKind, tuple[int, ...], tuple[float, ...]]
 class ChannelPricer:
     """Computes the prices of channels from a cost model, each channel only once.
 
-    A channel may start when its *gate* is free. The gate is the set of resources that the channel
-    holds for more than half of its longest hold. A channel may start while its other resources are
-    busy; it makes their next user wait longer. So two transfers from a fast NIC to two slow NICs
-    run side by side, as on real networks.
-
     All collectives over one device set belong to one *communicator*, which runs one operation at
-    a time. So they wait in one queue, whatever their links are.
+    a time. So they wait in one queue, whatever their links are; each transfer's pair has its own.
 
     Args:
         model: Cost model of the channels.
@@ -278,17 +273,6 @@ class ChannelPricer:
     def prices(self, channels: Sequence[Channel]) -> ChannelPrices:
         """Prices of some channels, numbered in their order."""
         costs = [self._cost(channel) for channel in channels]
-        queues: dict[tuple[bool, tuple[int, ...]], int] = {}
-        queue = [queues.setdefault(cost.queue, len(queues)) for cost in costs]
-        gated: list[dict[int, None]] = [{} for _ in self._cluster.resources]
-        for number, cost in zip(queue, costs, strict=True):
-            for resource in cost.gate:
-                gated[resource].setdefault(number)
-        words = max((len(self._cluster.resources) + 63) // 64, 1)
-        gate = np.zeros((len(channels), words), np.uint64)
-        of = np.repeat(np.arange(len(costs)), [len(cost.gate) for cost in costs])
-        bits = np.array([resource for cost in costs for resource in cost.gate], np.int64)
-        np.bitwise_or.at(gate, (of, bits // 64), np.uint64(1) << (bits % 64).astype(np.uint64))
         starts = starts_of([len(cost.seconds.held) for cost in costs])
         by_type = len(costs), len(self._names)  # keeps the shape if there is no channel
         drag = np.array([cost.drag for cost in costs], np.float64).reshape(by_type)
@@ -299,23 +283,20 @@ class ChannelPricer:
             fill_s_per_byte=np.array([cost.seconds.fill_s_per_byte for cost in costs], np.float64),
             s_per_byte=np.array([cost.seconds.seconds_per_byte for cost in costs], np.float64),
             weight=np.array([cost.seconds.weight for cost in costs], np.float64),
-            is_collective=np.array([cost.queue[0] for cost in costs], np.bool_),
+            is_collective=np.array(
+                [channel.kind != ChannelKind.POINT_TO_POINT for channel in channels], np.bool_
+            ),
             drag=drag,
             overhead_s=overhead_s,
             loaded_s=np.array([cost.loaded_s for cost in costs], np.float64),
             member_start=starts_of([len(channel.devices) for channel in channels]),
             member=np.array([d for channel in channels for d in channel.devices], np.int32),
-            queue=np.array(queue, np.int32),
-            communicator=communicators(channels),
+            queue=communicators(channels),
             resource_start=starts,
             resource=np.array([r for cost in costs for r in cost.seconds.held], np.int32),
             resource_s_per_byte=np.array(
                 [s for cost in costs for s in cost.seconds.held.values()], np.float64
             ),
-            gate=gate,
-            gated_start=starts_of([len(numbers) for numbers in gated]),
-            gated_queue=np.array([number for numbers in gated for number in numbers], np.int32),
-            num_queues=len(queues),
             has_drag=bool(drag.any() or overhead_s.any()),
         )
 
@@ -328,12 +309,8 @@ class ChannelPricer:
 
     def _new_cost(self, channel: Channel) -> "_Cost":
         cost = self._model.channel_seconds(self._cluster, channel)
-        is_collective = channel.kind != ChannelKind.POINT_TO_POINT
-        longest = max(cost.held.values(), default=0.0)
         return _Cost(
             seconds=cost,
-            queue=(is_collective, channel.devices if is_collective else tuple(sorted(cost.held))),
-            gate=tuple(link for link, seconds in cost.held.items() if seconds > 0.5 * longest),
             drag=_lost_speed(cost, self._names),
             overhead_s=[cost.overhead_s.get(name, 0.0) for name in self._names],
             loaded_s=max(cost.loaded_latency_s - cost.latency_s, 0.0),
@@ -344,8 +321,6 @@ class _Cost(NamedTuple):
     """All prices of a single channel."""
 
     seconds: ChannelSeconds
-    queue: tuple[bool, tuple[int, ...]]  # (True, devices) of a collective, else (False, links)
-    gate: tuple[int, ...]  # resources that must be free when it starts
     drag: list[float]
     overhead_s: list[float]
     loaded_s: float
@@ -376,14 +351,14 @@ def _of_all(
         name: getattr(prices, name)[number]
         for name in (
             "latency_s", "fill_s", "fill_s_per_byte", "s_per_byte", "weight", "is_collective",
-            "drag", "overhead_s", "loaded_s", "queue", "gate",
+            "drag", "overhead_s", "loaded_s",
         )
     }  # fmt: skip
     return prices._replace(
         **each,
         member_start=member_start,
         member=member,
-        communicator=np.where(is_transfer, own, first[prices.communicator[number]]),
+        queue=np.where(is_transfer, own, first[prices.queue[number]]),
         resource_start=resource_start,
         resource=resource,
         resource_s_per_byte=seconds,

@@ -8,14 +8,15 @@ Rules, also those of the slow reference in the tests:
   ready, a later turn goes on, so a chain of devices works as a pipeline. If a strategy states
   turns (``lowering.tape``), they run strictly in order. *Free* tasks (sums and updates) run by
   priority whenever no next op is ready.
-- Transfers wait in one queue per set of links, collectives in one per communicator (the device
-  set), by priority. The head of a queue starts when the links of its gate are free, the best head
-  over all queues first. A start loads every link of the channel for the payload's bytes over that
-  link's rate, behind the load that the link still has. A collective also holds its gate for its
-  latency: its many small steps follow one another on the same links, while the latency of a
-  transfer overlaps with the next transfer. And it holds its communicator from its start to its
-  end: a reduce-scatter and an all-gather over the same devices take turns, as the operations of
-  one process group do.
+- Transfers wait in one queue per pair of devices (one way), collectives in one per communicator
+  (the device set), by priority. A queue serves one operation at a time: a transfer until its
+  bytes are through (its latency overlaps with the next one), a collective to its end.
+- An operation starts when it is the head of a free queue, and loads every link r of its channel
+  for h_r = the payload's bytes over that link's rate. Its bytes are through a link when the link
+  has done all that it has to do by now, or after n_r h_r if that is sooner: n_r operations are
+  under way over the link, and share it equally (in proportion to their weights). They are through
+  when the last link is done. What starts later makes no end later that was found before. Alike
+  operations that start together end together, as on real networks and by the referee.
 - Communication slows compute (*drag*): every byte takes seconds of compute from the members
   (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly
   from the operation's start to its end. If an op already runs when communication starts, the next
@@ -44,7 +45,7 @@ from heterog.lowering.program import (
 )
 from heterog.lowering.tape import IN_TURN, NUM_TASKS, Tape
 from heterog.pricing.cost_model import ChannelPrices, Prices
-from heterog.simulator.heaps import before, pop_event, push_event, remove_first, sift_up
+from heterog.simulator.heaps import pop_event, push_event, remove_first, sift_up
 from heterog.simulator.successors import prepare, rank_tasks
 from heterog.simulator.task_seconds import latency_of, price_kernel
 from heterog.simulator.timings import (
@@ -91,18 +92,6 @@ def touch(
 def sender(channels: ChannelPrices, channel: int) -> int:
     """The source device of a transfer."""
     return int(channels.member[channels.member_start[channel]])
-
-
-@helper
-def _is_blocked(channels: ChannelPrices, channel: int, busy: npt.NDArray[np.uint64]) -> bool:
-    """Whether a link of a channel's gate is in use; the gate is a part of the links it loads."""
-    first, last = channels.resource_start[channel], channels.resource_start[channel + 1]
-    by_word = last - first > len(busy)
-    for entry in range(len(busy) if by_word else last - first):
-        word = entry if by_word else channels.resource[first + entry] // 64
-        if channels.gate[channel, word] & busy[word]:
-            return True
-    return False
 
 
 @helper
@@ -187,12 +176,13 @@ def _touch_device(work: Workspace, device: int) -> None:
 
 
 @inlined
-def _try_queue(timings: Timings, work: Workspace, queue: int) -> None:
-    """Note that the head of a queue of links, if it has one, may start now."""
-    if timings.queue_size[queue] > 0:
-        work.counts[NUM_CANDIDATES] = touch(
-            queue, work.candidate, work.is_candidate, work.counts[NUM_CANDIDATES]
-        )
+def _try_queue(timings: Timings, work: Workspace, queue: int, now: float) -> None:
+    """Have the head of a queue of links start now, or when the queue is free."""
+    if work.queue_free_at[queue] > now:
+        _end_later(timings, work, work.queue_free_at[queue], -1 - len(work.idle) - queue)
+    else:
+        work.candidate[work.counts[NUM_CANDIDATES]] = queue
+        work.counts[NUM_CANDIDATES] += 1
 
 
 @inlined
@@ -242,12 +232,14 @@ def _queue_fresh(
             channel = tasks[task].channel
             if kind == TaskKind.SEND and prices.blocks_sends:
                 work.sending[sender(channels, channel)] += 1
-            _enqueue(timings, channels.queue[channel], task)
-            _try_queue(timings, work, channels.queue[channel])
+            queue = channels.queue[channel]
+            if timings.queue_size[queue] == 0:  # else its turn is noted already
+                _try_queue(timings, work, queue, now)
+            _enqueue(timings, queue, task)
             continue
         device = tasks[task].device
         if kind >= FIRST_FREE_KIND:
-            _enqueue(timings, channels.num_queues + device, task)
+            _enqueue(timings, len(channels.queue) + device, task)
         _touch_device(work, device)
     work.counts[NUM_FRESH] = 0
 
@@ -265,7 +257,7 @@ def _start_devices(
             continue
         if now + left[device] > limit_s:
             return float(now + left[device])
-        queue = prices.channels.num_queues + device
+        queue = len(prices.channels.queue) + device
         chain = _next_chain(tape, timings, work, device)
         if chain >= 0:
             bound, end, item = _run_ops(prices, timings, work, device, chain, now, limit_s)
@@ -370,51 +362,53 @@ def _start_compute(
 def _start_links(
     tape: Tape, prices: Prices, timings: Timings, work: Workspace, now: float, limit_s: float
 ) -> float:
-    """Start the best heads until all are blocked; returns as ``_start_devices`` does."""
-    while True:
-        task = _best_head(tape, prices, timings, work)
-        if task < 0:
-            return 0.0
+    """Start the heads of free queues together; returns as ``_start_devices`` does."""
+    num_candidates = work.counts[NUM_CANDIDATES]
+    work.counts[NUM_CANDIDATES] = 0
+    for slot in range(num_candidates):
+        task = timings.queue_item[timings.queue_start[work.candidate[slot]]]
+        _load_links(tape, prices.channels, work, task, now)
+    for slot in range(num_candidates):
+        queue = work.candidate[slot]
+        task = _dequeue(timings, queue)
         end = _start_operation(tape, prices, timings, work, task, now)
+        if timings.queue_size[queue] > 0:
+            _end_later(timings, work, work.queue_free_at[queue], -1 - len(work.idle) - queue)
         bound = end + timings.rank[task] - timings.seconds[task]
         if bound > limit_s:
             return float(bound)
+    return 0.0
 
 
 @helper
-def _best_head(tape: Tape, prices: Prices, timings: Timings, work: Workspace) -> int:
-    """The best head of the candidates, or -1; blocked ones are candidates no longer."""
-    best = -1
-    slot = 0
-    candidate, num_candidates = work.candidate, work.counts[NUM_CANDIDATES]
-    while slot < num_candidates:
-        queue = candidate[slot]
-        blocked = timings.queue_size[queue] == 0 or work.is_held[queue]
-        task = -1
-        if not blocked:
-            task = timings.queue_item[timings.queue_start[queue]]
-            blocked = _is_blocked(prices.channels, tape.tasks[task].channel, work.busy)
-        if blocked:
-            work.is_candidate[queue] = False
-            num_candidates -= 1
-            candidate[slot] = candidate[num_candidates]
-            continue
-        if best < 0 or before(timings.priority, task, best):
-            best = task
-        slot += 1
-    work.counts[NUM_CANDIDATES] = num_candidates
-    return best
+def _load_links(
+    tape: Tape, channels: ChannelPrices, work: Workspace, task: int, now: float
+) -> None:
+    """Load the links of an operation that starts now."""
+    channel, payload = tape.tasks[task].channel, tape.tasks[task].num_bytes
+    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+        resource = channels.resource[entry]
+        held = payload * channels.resource_s_per_byte[entry]
+        if held > 0.0:
+            work.free_at[resource] = max(work.free_at[resource], now) + held
+            work.users[resource] += channels.weight[channel]
+
+
+@helper
+def _leave_links(tape: Tape, channels: ChannelPrices, work: Workspace, task: int) -> None:
+    """The opposite of ``_load_links``, at the end."""
+    channel, payload = tape.tasks[task].channel, tape.tasks[task].num_bytes
+    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+        if payload * channels.resource_s_per_byte[entry] > 0.0:
+            work.users[channels.resource[entry]] -= channels.weight[channel]
 
 
 @helper
 def _start_operation(
     tape: Tape, prices: Prices, timings: Timings, work: Workspace, task: int, now: float
 ) -> float:
-    """Start the head of a queue of links; returns when it ends."""
+    """Start an operation whose links are loaded; returns when it ends."""
     channels, channel = prices.channels, tape.tasks[task].channel
-    queue = channels.queue[channel]
-    work.is_held[queue] = channels.is_collective[channel]
-    _dequeue(timings, queue)
     payload = tape.tasks[task].num_bytes
     latency = latency_of(channels, channel, payload)
     if channels.loaded_s[channel] > 0.0:
@@ -423,49 +417,26 @@ def _start_operation(
                 latency += channels.loaded_s[channel]
                 timings.seconds[task] += channels.loaded_s[channel]
                 break
-    end = _load_links(channels, work, channel, payload, latency, now, now + timings.seconds[task])
+    through = now
+    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+        resource = channels.resource[entry]
+        held = payload * channels.resource_s_per_byte[entry]
+        if held > 0.0:
+            shared = held * work.users[resource] / channels.weight[channel]
+            through = max(through, min(work.free_at[resource], now + shared))
+    end = max(now + timings.seconds[task], through + latency)
+    queue = channels.queue[channel]
+    work.queue_free_at[queue] = end if channels.is_collective[channel] else through
     if channels.has_drag:
         # Only bytes that move take compute time, not waits; it is spread over the whole.
         spread = 0.0
         if end > now:
             spread = payload * channels.s_per_byte[channel] / (end - now)
         _drag_members(prices, work, channel, spread, now, end)
-    # Links that come free before the end wake the queues, once for each such time.
-    last_wake = end
-    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
-        until = work.free_at[channels.resource[entry]]
-        if now < until < end and until != last_wake:
-            _end_later(timings, work, until, -1 - len(work.idle) - channel)
-            last_wake = until
     timings.start[task] = now
     timings.finish[task] = end
     _add_event(timings, work, 2 * task)
     _end_later(timings, work, end, 2 * task)
-    return end
-
-
-@helper
-def _load_links(
-    channels: ChannelPrices,
-    work: Workspace,
-    channel: int,
-    payload: float,
-    latency: float,
-    now: float,
-    end: float,
-) -> float:
-    """Load the links of a channel; returns ``end``, or later if a link is behind with its load."""
-    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
-        resource = channels.resource[entry]
-        held = payload * channels.resource_s_per_byte[entry]
-        if held > 0.0:
-            until = max(work.free_at[resource], now) + held
-            end = max(end, until + latency)
-            bit = np.uint64(1) << np.uint64(resource % 64)
-            if channels.is_collective[channel] and channels.gate[channel, resource // 64] & bit:
-                until += latency
-            work.free_at[resource] = until
-            work.busy[resource // 64] |= bit
     return end
 
 
@@ -494,23 +465,20 @@ def _end_first(tape: Tape, prices: Prices, timings: Timings, work: Workspace, no
     """Take the first item from the heap, and let what it ends set others free.
 
     Item ``2 * task`` is a task's end, ``-1 - device`` that of ops nobody else waits for, and
-    ``-1 - num_devices - channel`` says that a link of a channel comes free.
+    ``-1 - num_devices - queue`` says that a queue of links that wait is free.
     """
     item = int(timings.heap_item[0])
     work.counts[NUM_AHEAD] = pop_event(
         timings.heap_time, timings.heap_item, work.counts[NUM_AHEAD]
     )
-    num_devices = len(work.idle)
-    device, channel = -1 - item, -1
+    device = -1 - item
     if item >= 0:
-        device, channel = tape.tasks[item >> 1].device, tape.tasks[item >> 1].channel
-        if tape.tasks[item >> 1].kind < FIRST_LINK_KIND:
-            channel = -1
         _end_task(tape, prices, timings, work, item >> 1)
-    elif device >= num_devices:
-        channel = device - num_devices
-    if channel >= 0:
-        _free_links(prices.channels, timings, work, channel, now)
+        if tape.tasks[item >> 1].kind >= FIRST_LINK_KIND:
+            return
+        device = tape.tasks[item >> 1].device
+    if device >= len(work.idle):
+        _try_queue(timings, work, device - len(work.idle), now)
     else:
         work.idle[device] = True
         _touch_device(work, device)
@@ -528,10 +496,8 @@ def _end_task(tape: Tape, prices: Prices, timings: Timings, work: Workspace, tas
         device = sender(channels, channel)
         work.sending[device] -= 1
         _touch_device(work, device)
-    if kind >= FIRST_LINK_KIND and channels.is_collective[channel]:
-        queue = channels.queue[channel]
-        work.is_held[queue] = False
-        _try_queue(timings, work, queue)
+    if kind >= FIRST_LINK_KIND:
+        _leave_links(tape, channels, work, task)
     waiting_for, successor, fresh = timings.waiting_for, timings.successor, work.fresh
     num_fresh = work.counts[NUM_FRESH]
     for edge in range(timings.successor_start[task], timings.successor_start[task + 1]):
@@ -541,20 +507,6 @@ def _end_task(tape: Tape, prices: Prices, timings: Timings, work: Workspace, tas
             fresh[num_fresh] = reader
             num_fresh += 1
     work.counts[NUM_FRESH] = num_fresh
-
-
-@helper
-def _free_links(
-    channels: ChannelPrices, timings: Timings, work: Workspace, channel: int, now: float
-) -> None:
-    """Free the links of a channel whose load is over, and try the queues that they gate."""
-    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
-        resource = channels.resource[entry]
-        bit = np.uint64(1) << np.uint64(resource % 64)
-        if work.free_at[resource] <= now and work.busy[resource // 64] & bit:
-            work.busy[resource // 64] &= ~bit
-            for user in range(channels.gated_start[resource], channels.gated_start[resource + 1]):
-                _try_queue(timings, work, channels.gated_queue[user])
 
 
 def run_program(

@@ -96,7 +96,7 @@ def place_facts(
     order = np.argsort(timings.start[:tasks], kind="stable").astype(np.int32)
     before = np.empty(tasks, np.int32)  # the task before each on its stream or links
     # The last task so far of each device, link and queue.
-    sizes = num_devices, num_resources, prices.channels.num_queues
+    sizes = num_devices, num_resources, len(prices.channels.queue)
     on_device, on_resource, on_queue = (np.full(size, -1, np.int32) for size in sizes)
     found = PlaceFacts(
         groups=np.zeros((tables.num_groups + 1, len(GROUP_FACTS))),

@@ -301,7 +301,7 @@ def _replay_kernel(
         is_link = record.kind >= FIRST_LINK_KIND
         server[task] = record.device
         if is_link:
-            server[task] = num_devices + channels.communicator[record.channel]
+            server[task] = num_devices + channels.queue[record.channel]
         waiting_for[task] = 0
         payload[task] = record.num_bytes
         position[server[task] + 1] += 1

@@ -316,7 +316,7 @@ class Runner:
         choice, _, tape, prices, _ = self._ran = lowered
         num_devices = len(prices.type_of_device)
         limit_s -= _more_s(choice)
-        self.last = with_room(self.last, tape, prices.channels.num_queues + num_devices)
+        self.last = with_room(self.last, tape, len(prices.channels.queue) + num_devices)
         end, is_done = run_program(
             tape, prices, self.last, num_devices, order, limit_s * choice.num_steps
         )

@@ -29,7 +29,7 @@ def prepare(
     come first, then a queue per device for its free tasks.
     """
     num_tasks = tape.counts[NUM_TASKS]
-    num_queues = prices.channels.num_queues + num_devices
+    num_queues = len(prices.channels.queue) + num_devices
     starts, queue_size = timings.successor_start, timings.queue_size
     chain_of, chain_start, position = work.chain_of, work.chain_start, work.position
     num_turns = work.num_turns
@@ -82,7 +82,7 @@ def _count(tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_tu
         if record.kind >= FIRST_LINK_KIND:
             timings.queue_size[prices.channels.queue[record.channel]] += 1
         elif record.kind >= FIRST_FREE_KIND:
-            timings.queue_size[prices.channels.num_queues + record.device] += 1
+            timings.queue_size[len(prices.channels.queue) + record.device] += 1
         else:
             chain = record.device * num_turns + record.turn
             chain_start[chain + 1] += 1

@@ -76,12 +76,10 @@ class Workspace(NamedTuple):
     num_turns: int
     counts: IntArray  # lengths of the lists below and of the heap and the events of ``Timings``
     left: FloatArray  # seconds of compute that each device still has to begin
-    busy: npt.NDArray[np.uint64]  # bit set of links in use
-    free_at: FloatArray  # when each link comes free
-    # Link queues whose head might start now: a task arrived, or a link of their gate came free.
-    candidate: IntArray
-    is_candidate: npt.NDArray[np.bool_]
-    is_held: npt.NDArray[np.bool_]  # whether each queue's communicator runs an operation
+    free_at: FloatArray  # when each link has done all that it has to do
+    users: FloatArray  # sum of the weights of the operations under way over each link
+    candidate: IntArray  # queues of links whose head starts now
+    queue_free_at: FloatArray  # when each of these queues may start its next head
     # From here to ``is_touched``, one entry per device.
     idle: npt.NDArray[np.bool_]
     busy_until: FloatArray
@@ -110,11 +108,10 @@ def make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
         num_turns=num_turns,
         counts=np.zeros(6, np.int32),
         left=times[0],
-        busy=np.zeros(prices.channels.gate.shape[1], np.uint64),
         free_at=np.zeros(prices.num_resources),
-        candidate=np.empty(prices.channels.num_queues, np.int32),
-        is_candidate=np.zeros(prices.channels.num_queues, np.bool_),
-        is_held=np.zeros(prices.channels.num_queues, np.bool_),
+        users=np.zeros(prices.num_resources),
+        candidate=np.empty(len(prices.channels.queue), np.int32),
+        queue_free_at=np.zeros(len(prices.channels.queue)),
         idle=np.ones(num_devices, np.bool_),
         busy_until=times[1],
         op_until=times[2],

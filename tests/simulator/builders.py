@@ -752,7 +752,7 @@ class Tasks:
         tape.counts[3:] = 0
         prices = self._prices()
         num_devices = self.cluster.num_devices
-        timings = make_timings(count, reads, count, prices.channels.num_queues + num_devices)
+        timings = make_timings(count, reads, count, len(prices.channels.queue) + num_devices)
         price_kernel(tape, prices, timings.seconds)
         end, done = simulate(tape, prices, timings, num_devices, int(order), np.inf)
         assert done == count

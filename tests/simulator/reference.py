@@ -61,15 +61,10 @@ class PricedTask:
         return FIRST_FREE_KIND <= self.kind < FIRST_LINK_KIND
 
     @property
-    def gate(self) -> set[int]:
-        longest = max(self.cost.held.values(), default=0.0)
-        return {link for link, held in self.cost.held.items() if held > 0.5 * longest}
-
-    @property
     def queue(self) -> tuple[str, object]:
         if self.is_collective:
             return "communicator", self.communicator
-        return "transfer", tuple(sorted(self.cost.held))
+        return "transfer", self.channel
 
 
 def price(
@@ -174,7 +169,8 @@ def simulate(
             ops[task.device, task.turn].append(task)
     device_free_at = dict.fromkeys((task.device for task in tasks if not task.is_link), 0.0)
     link_free_at: dict[int, float] = defaultdict(float)
-    under_way: dict[object, PricedTask] = {}  # the operation of each communicator
+    queue_free_at: dict[object, float] = defaultdict(float)
+    under_way: list[PricedTask] = []  # transfers and collectives
     blocking = [task for task in tasks if task.blocks >= 0]
     unready = list(tasks)
     ready: list[PricedTask] = []
@@ -182,7 +178,6 @@ def simulate(
     while moments:
         now = min(moments)
         moments.discard(now)
-        under_way = {line: task for line, task in under_way.items() if finish[task.number] > now}
         for task in [t for t in unready if all(finish[needed] <= now for needed in t.needs)]:
             unready.remove(task)
             ready.append(task)
@@ -215,38 +210,32 @@ def simulate(
                 if not chosen.is_free:
                     op_until[device] = now + work
                 moments.add(finish[chosen.number])
-        while True:
-            heads: dict[object, PricedTask] = {}
-            for task in sorted(filter(lambda task: task.is_link, ready), key=urgency):
-                heads.setdefault(task.queue, task)
-            able = [
-                task
-                for task in heads.values()
-                if task.queue not in under_way
-                and all(link_free_at[link] <= now for link in task.gate)
-            ]
-            if not able:
-                break
-            chosen = min(able, key=urgency)
-            ready.remove(chosen)
-            start[chosen.number] = now
+        heads: dict[object, PricedTask] = {}
+        for task in sorted(filter(lambda task: task.is_link, ready), key=urgency):
+            heads.setdefault(task.queue, task)
+        started = [task for queue, task in heads.items() if queue_free_at[queue] <= now]
+        for task in started:
+            ready.remove(task)
+            start[task.number] = now
+            for link in loaded(task):
+                work = task.payload * task.cost.held[link]
+                link_free_at[link] = max(link_free_at[link], now) + work
+        under_way = [task for task in under_way if finish[task.number] > now] + started
+        for chosen in started:
             latency = alone = chosen.cost.latency(chosen.payload)
             if any(op_until[device] > now for device in chosen.drag):
                 latency += max(chosen.cost.loaded_latency_s - chosen.cost.latency_s, 0.0)
             seconds[chosen.number] += latency - alone
-            end = now + seconds[chosen.number]
-            for link, held in chosen.cost.held.items():
-                if chosen.payload * held > 0.0:
-                    until = max(link_free_at[link], now) + chosen.payload * held
-                    end = max(end, until + latency)
-                    if chosen.is_collective and link in chosen.gate:
-                        until += latency
-                    link_free_at[link] = until
-                    moments.add(until)
+            through = now
+            for link in loaded(chosen):
+                sharing = sum(task.cost.weight for task in under_way if link in loaded(task))
+                part = chosen.cost.weight / sharing
+                shared = now + chosen.payload * chosen.cost.held[link] / part
+                through = max(through, min(link_free_at[link], shared))
+            end = max(now + seconds[chosen.number], through + latency)
             finish[chosen.number] = end
-            moments.add(end)
-            if chosen.is_collective:
-                under_way[chosen.queue] = chosen
+            queue_free_at[chosen.queue] = end if chosen.is_collective else through
+            moments |= {end, queue_free_at[chosen.queue]}
             moving = chosen.payload * chosen.cost.seconds_per_byte
             spread = moving / (end - now) if end > now else 0.0
             for device, lost in chosen.drag.items():
@@ -261,6 +250,11 @@ def simulate(
                 )
                 drag_until[device] = max(end, drag_until[device])
     return start, finish
+
+
+def loaded(task: PricedTask) -> list[int]:
+    """The links that a transfer or collective loads."""
+    return [link for link, held in task.cost.held.items() if task.payload * held > 0.0]
 
 
 def upward_rank(tasks: list[PricedTask]) -> list[float]:
@@ -347,9 +341,7 @@ def replay(
 
 def _line(task: PricedTask) -> object:
     """What runs one task after another: a device, a pair one way, or a communicator."""
-    if task.is_collective:
-        return "communicator", task.communicator
-    return ("channel", task.channel) if task.is_link else ("device", task.device)
+    return task.queue if task.is_link else ("device", task.device)
 
 
 def _latency(task: PricedTask, seconds: list[float]) -> float:
