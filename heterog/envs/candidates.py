@@ -1,6 +1,6 @@
 """The table of candidate decisions that a policy chooses from: device set x shares x sync.
 
-Device sets come from ``lowering.space.device_sets`` (singles, hosts, types, unions of hosts,
+Device sets come from ``simulator.space.device_sets`` (singles, hosts, types, unions of hosts,
 all; at most 256). On each set the batch is divided by three rules, gradients are synchronised in
 four ways, and rows with the same meaning are kept once. A second table is for models whose
 parameters and optimizer state alone fill most devices: there, the devices of a set divide the
