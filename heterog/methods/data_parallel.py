@@ -322,7 +322,6 @@ class Replicas(NamedTuple):
 
 
 class _Enumeration(Trials):
-    most_part = 0.05
     num_returned = 6
 
     def __init__(self, problem: Problem) -> None:
@@ -461,4 +460,10 @@ def class_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(islice(sets, MOST_SETS))
 
 
-BEST_DDP = partial(Searching, "best_ddp", "baseline", _Enumeration)
+class BestDataParallel(Searching):
+    """The best data parallelism; see the module docstring."""
+
+    name = "best_ddp"
+    stage = "baseline"
+    most_part = 0.05
+    search = _Enumeration

@@ -13,7 +13,6 @@ varied. A search that is cut short returns the best so far.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise, product
 from math import gcd, prod
 
@@ -69,7 +68,6 @@ class _Point:
 
 
 class _Grid(PointSearch[_Point]):
-    resumes = True
     why_nothing = "no uniform layout divides the batch and the machines"
 
     def __init__(self, problem: Problem) -> None:
@@ -471,4 +469,10 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-MEGATRON_GRID = partial(Searching, "megatron_grid", "baseline", _Grid)
+class MegatronGrid(Searching):
+    """Uniform layouts, enumerated; see the module docstring."""
+
+    name = "megatron_grid"
+    stage = "baseline"
+    resumes = True
+    search = _Grid

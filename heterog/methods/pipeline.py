@@ -11,7 +11,6 @@ are also tried with recomputation and sliced updates.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
@@ -156,8 +155,6 @@ def _compositions(count: int) -> Iterator[tuple[int, ...]]:
 
 
 class _Enumeration(Enumeration[_Point]):
-    resumes = True
-
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         evaluator = problem.evaluator
@@ -476,10 +473,16 @@ class _Enumeration(Enumeration[_Point]):
         teams = host_teams(self.cluster, devices, point.teams[stage])
         return apart(in_teams(decision, teams, self.speeds, self.cluster))
 
+
+class PipelineSearch(Searching):
+    """Sequences of stages by enumeration; see the module docstring."""
+
+    name = "pipeline"
+    stage = "search"
+    resumes = True
+    search = _Enumeration
+
     @staticmethod
     def prepare(evaluator: Evaluator) -> None:
         """Load the library that finds communities, before time is counted."""
         communities(evaluator.cluster)
-
-
-PIPELINE = partial(Searching, "pipeline", "search", _Enumeration)

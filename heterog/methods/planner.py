@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import BudgetError, StrategyError
@@ -404,8 +404,6 @@ class PointSearch(ABC, Generic[Point]):
     """
 
     num_returned = 3
-    resumes, most_part, least_part = False, 1.0, 0.0
-    """Properties of the method; see ``Planner``."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.spending = problem, problem.spend()
@@ -413,16 +411,6 @@ class PointSearch(ABC, Generic[Point]):
         self.found: dict[Point, Evaluation] = {}
         self.refused: dict[Point, str] = {}
         self._best_s = math.inf
-
-    @staticmethod
-    def prepare(evaluator: Evaluator) -> None:
-        """Do the work of the method before time is counted; see ``Planner``."""
-        return
-
-    @staticmethod
-    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` runs the method for this graph and cluster."""
-        return True
 
     @abstractmethod
     def search(self) -> None:
@@ -523,30 +511,13 @@ class PointSearch(ABC, Generic[Point]):
 
 
 class Searching(Planner):
-    """A method that is a ``PointSearch``; if it ``resumes``, it goes on with the same one.
+    """A method that is a ``PointSearch``; if it ``resumes``, it goes on with the same one."""
 
-    Args:
-        name: Name of the method.
-        stage: See ``Planner``.
-        search: Class of the search, which has all other properties of the method.
-    """
-
-    def __init__(self, name: str, stage: str, search: type[PointSearch[Any]]) -> None:
-        self.name, self.stage, self._search = name, stage, search
-        self.resumes = search.resumes
-        self.most_part, self.least_part = search.most_part, search.least_part
-
-    def prepare(self, evaluator: Evaluator) -> None:
-        """See ``PointSearch``."""
-        self._search.prepare(evaluator)
-
-    def joins_auto(self, graph: OpGraph, cluster: Cluster) -> bool:
-        """See ``PointSearch``."""
-        return self._search.joins_auto(graph, cluster)
+    search: ClassVar[type[PointSearch[Any]]]
 
     def plan(self, problem: Problem) -> PlanResult:
         """Search with the budget of a problem; see the module of the method."""
-        search = problem.resumed(self._search) if self.resumes else self._search(problem)
+        search = problem.resumed(self.search) if self.resumes else self.search(problem)
         return search.answer(problem)
 
 

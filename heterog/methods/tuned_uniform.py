@@ -5,8 +5,6 @@ and all-gather, with slices in proportion to the rates of NICs, tensor by tensor
 buckets, whichever is better; a full update on every rank; the best of the three orders.
 """
 
-from functools import partial
-
 from heterog.cluster.topology import Cluster
 from heterog.methods.data_parallel import Trials, replicated, uniform_strategy
 from heterog.methods.planner import Searching
@@ -50,4 +48,9 @@ class _Search(Trials):
                 )
 
 
-TUNED_UNIFORM = partial(Searching, "tuned_uniform", "baseline", _Search)
+class TunedUniform(Searching):
+    """One tuned decision for every group; see the module docstring."""
+
+    name = "tuned_uniform"
+    stage = "baseline"
+    search = _Search

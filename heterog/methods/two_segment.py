@@ -4,7 +4,6 @@ Every pair of subsets is first tried at a few boundaries. Then the boundaries of
 refined. This gives most of the gain of a search in a second or two.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,6 @@ class _Point(NamedTuple):
 
 
 class _Enumeration(Enumeration[_Point]):
-    resumes = True
-
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.numbers = [
@@ -81,4 +78,10 @@ class _Enumeration(Enumeration[_Point]):
         return Meaning(row, point.order, StepSettings(point.bucket_bytes))
 
 
-TWO_SEGMENT = partial(Searching, "two_segment", "search", _Enumeration)
+class TwoSegment(Searching):
+    """Two tuned decisions; see the module docstring."""
+
+    name = "two_segment"
+    stage = "search"
+    resumes = True
+    search = _Enumeration

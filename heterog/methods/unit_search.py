@@ -22,7 +22,6 @@ attention, whose later positions see more keys, so that all devices take equally
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise, product
 from typing import ClassVar
 
@@ -265,12 +264,6 @@ class _SpatialSearch(UnitSearch):
             return tuple(entry_shares(entries, each, units) for each in speeds)
         return tuple(_with_one_each(split_in_proportion(units, each)) for each in speeds)
 
-    @staticmethod
-    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether the model has convolutions or a sparse graph, and its samples need a cut."""
-        has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
-        return (has_convolution or bool(graph.patterns)) and not why_needless(graph, cluster)
-
 
 def _with_one_each(units: tuple[int, ...]) -> tuple[int, ...]:
     """Units with at least one for every device: a device without rows would do nothing."""
@@ -294,7 +287,6 @@ def _why_uncut(graph: OpGraph) -> str:
 
 
 class _SequenceSearch(UnitSearch):
-    most_part = 0.05
     least_units = 1
 
     def points(self) -> Iterator[UnitPoint]:
@@ -331,12 +323,6 @@ class _SequenceSearch(UnitSearch):
             )
             count *= 2
 
-    @staticmethod
-    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether there are long sequences that have to be cut."""
-        is_long = max(lengths(graph), default=0) >= LEAST_LENGTH
-        return is_long and not why_needless(graph, cluster)
-
 
 def _costs(problem: Problem, split: UnitSplit) -> list[RunCost]:
     """Cost of runs of positions of the whole batch on each device."""
@@ -362,6 +348,30 @@ def _costs(problem: Problem, split: UnitSplit) -> list[RunCost]:
     return [by_type[index] for index in evaluator.cluster.type_index]
 
 
-SPATIAL = partial(Searching, "spatial", "baseline", _SpatialSearch)
+class Spatial(Searching):
+    """Cuts samples along space; see the module docstring."""
 
-SEQUENCES = partial(Searching, "sequences", "baseline", _SequenceSearch)
+    name = "spatial"
+    stage = "baseline"
+    search = _SpatialSearch
+
+    @staticmethod
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether the model has convolutions or a sparse graph, and its samples need a cut."""
+        has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
+        return (has_convolution or bool(graph.patterns)) and not why_needless(graph, cluster)
+
+
+class Sequences(Searching):
+    """Cuts sequences along their positions; see the module docstring."""
+
+    name = "sequences"
+    stage = "baseline"
+    most_part = 0.05
+    search = _SequenceSearch
+
+    @staticmethod
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether there are long sequences that have to be cut."""
+        is_long = max(lengths(graph), default=0) >= LEAST_LENGTH
+        return is_long and not why_needless(graph, cluster)

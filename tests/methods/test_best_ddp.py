@@ -16,8 +16,8 @@ from heterog.graph.workload import Workload
 from heterog.lowering import Choice
 from heterog.lowering.channels import proportional_slices
 from heterog.methods.data_parallel import (
-    BEST_DDP,
     BUCKETS,
+    BestDataParallel,
     class_sets,
     uniform_strategy,
 )
@@ -89,7 +89,7 @@ def brute_force_s(evaluator: Evaluator) -> float:
 def test_it_is_what_trying_everything_finds(width: int, efficiency: float) -> None:
     evaluator = Evaluator(model(width, 256), replace(CLUSTER, efficiency=efficiency))
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
-    found = BEST_DDP().plan(problem)
+    found = BestDataParallel().plan(problem)
     first = found.candidates[0]
     assert first.strategy.num_micro_batches == 1
     seconds = evaluator.evaluate(first.strategy, first.orders[0]).step_time_s
@@ -101,10 +101,10 @@ def test_it_is_what_trying_everything_finds(width: int, efficiency: float) -> No
 def test_as_few_micro_batches_as_it_takes_to_fit() -> None:
     graph = model(512, 1 << 16)
     ample = Evaluator(graph, CLUSTER)
-    needed = max(run_method(BEST_DDP(), problem_of(ample)).peak_memory_bytes)
+    needed = max(run_method(BestDataParallel(), problem_of(ample)).peak_memory_bytes)
     devices = [replace(each, usable_memory_bytes=int(0.7 * needed)) for each in CLUSTER.devices]
     tight = Evaluator(graph, replace(CLUSTER, devices=tuple(devices)))
-    row = run_method(BEST_DDP(), problem_of(tight))
+    row = run_method(BestDataParallel(), problem_of(tight))
     assert row.outcome == "ok"
     assert row.candidate is not None
     found = row.candidate.strategy

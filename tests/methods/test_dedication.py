@@ -13,7 +13,7 @@ from heterog.lowering.program import FloatArray, Program
 from heterog.methods.dedication import Dedication
 from heterog.methods.host_order import HostTraffic, hosts_by_kind, on_hosts
 from heterog.methods.pipette.communication import HostRates
-from heterog.methods.pipette.planner import PIPETTE
+from heterog.methods.pipette.planner import Pipette
 from heterog.methods.planner import Budget, Candidate, Planner, Problem, Stop
 from heterog.search.judging import run_method
 from heterog.search.portfolio import best_row
@@ -274,7 +274,7 @@ def test_on_the_published_matrix_it_is_never_worse(text: str) -> None:
     assert after_s <= before_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("planner", [PIPETTE(), Dedication()], ids=lambda each: str(each.name))
+@pytest.mark.parametrize("planner", [Pipette(), Dedication()], ids=lambda each: str(each.name))
 def test_both_end_in_time_with_their_best_so_far(planner: Planner) -> None:
     """Every simulation takes a second of the clock that the budget is kept by."""
     cluster = with_rates(rows_of_hosts(), slow_between([(2, 3), (0, 4)]))

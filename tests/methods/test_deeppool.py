@@ -12,7 +12,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.methods.deeppool.planner import DEEPPOOL, GroupCosts, crossing_bytes, plan_places
+from heterog.methods.deeppool.planner import DeepPool, GroupCosts, crossing_bytes, plan_places
 from heterog.methods.deeppool.search import Block, Place, layers_of
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
@@ -144,7 +144,7 @@ def test_the_limit_is_kept_and_narrows() -> None:
 
 def test_it_is_not_worse_than_uniform_plans_by_the_referee() -> None:
     evaluator = costs().evaluator
-    result = DEEPPOOL().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=500)))
+    result = DeepPool().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=500)))
     reached = min(
         evaluator.referee(candidate.strategy, order).step_time_s
         for candidate in result.candidates

@@ -15,7 +15,7 @@ from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.data_parallel import uniform_strategy
-from heterog.methods.hap.planner import HAP, Synthesis, _Ranking
+from heterog.methods.hap.planner import Hap, Synthesis, _Ranking
 from heterog.methods.hap.programs import (
     PADDED_ONLY,
     SpmdPrices,
@@ -289,7 +289,7 @@ def test_local_statistics_follow_the_batch() -> None:
 def test_planner_is_not_worse_than_data_parallelism_at_its_ratios() -> None:
     evaluator = transformer()
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=150))
-    row = run_method(HAP(), problem)
+    row = run_method(Hap(), problem)
     assert row.step_time_s is not None
     synthesis = Synthesis(evaluator)
     everywhere = (0, 1, 2, 3)
@@ -302,7 +302,7 @@ def test_planner_is_not_worse_than_data_parallelism_at_its_ratios() -> None:
 
 def test_same_seed_and_budget_give_the_same_strategies() -> None:
     problem = Problem(evaluator=transformer(), budget=Budget(evaluations=10))
-    assert HAP().plan(problem).candidates == HAP().plan(problem).candidates
+    assert Hap().plan(problem).candidates == Hap().plan(problem).candidates
 
 
 @pytest.mark.parametrize("network", few_of([0.1, 1.0], 1))
@@ -313,7 +313,7 @@ def test_no_kind_of_group_is_split_that_does_not_pay(network: float) -> None:
     """
     graph = language_graph()
     evaluator = Evaluator(graph, mixed_cluster(network=network))
-    best = HAP().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=250))).candidates[0]
+    best = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=250))).candidates[0]
     seconds = evaluator.evaluate(best.strategy, best.orders[0]).step_time_s
     group, kind_of = group_ops(graph).group, alike_groups(graph)
     for kind in {int(kind_of[group[op]]) for op, _ in best.strategy.op_rules}:
@@ -354,6 +354,6 @@ def test_tables_that_fit_nowhere_whole_are_shared_out_on_few_hosts() -> None:
     batch = torch.zeros(65536, 4, dtype=torch.int64), torch.zeros(65536, 1)
     hosts = [(1.0, ["V100-16GB"] * 4)] * 3
     evaluator = Evaluator(captured(Tables, batch), cluster_of(*hosts))
-    best = HAP().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=150))).candidates[0]
+    best = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=150))).candidates[0]
     assert evaluator.evaluate(best.strategy, best.orders[0]).is_ok
     assert best.strategy.decisions[0].devices == (0, 1, 2, 3)

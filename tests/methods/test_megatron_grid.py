@@ -8,7 +8,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.methods.megatron_grid import MEGATRON_GRID, _Grid, _Point
+from heterog.methods.megatron_grid import MegatronGrid, _Grid, _Point
 from heterog.methods.planner import Budget, Problem
 from heterog.search.judging import run_method
 from heterog.search.request import GivenLayout
@@ -29,7 +29,7 @@ def task_of(evaluator: Evaluator, budget: str = "1000e") -> Problem:
 
 @lru_cache(maxsize=1)
 def best_of_the_grid() -> MethodRow:
-    return run_method(MEGATRON_GRID(), task_of(Evaluator(GRAPH, CLUSTER)))
+    return run_method(MegatronGrid(), task_of(Evaluator(GRAPH, CLUSTER)))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_memory_is_kept_where_data_parallelism_has_none() -> None:
     graph = capture(build("gpt2", batch_size=256))
     evaluator = Evaluator(graph, Cluster.load("paper_8gpu"))
     plain = run_method(GivenLayout(parse_layout("dp=8")), task_of(evaluator))
-    best = run_method(MEGATRON_GRID(), task_of(evaluator, "30e"))
+    best = run_method(MegatronGrid(), task_of(evaluator, "30e"))
     assert plain.outcome == "out_of_memory"
     assert best.outcome == "ok"
 
@@ -76,8 +76,8 @@ def test_positions_are_split_where_that_is_what_makes_a_layout_fit() -> None:
 
 def test_it_hands_over_what_it_has_when_time_is_up() -> None:
     evaluator = Evaluator(GRAPH, CLUSTER)
-    cut = MEGATRON_GRID().plan(task_of(evaluator, "3e"))
-    whole = MEGATRON_GRID().plan(task_of(evaluator))
+    cut = MegatronGrid().plan(task_of(evaluator, "3e"))
+    whole = MegatronGrid().plan(task_of(evaluator))
     assert 0 < cut.num_evaluations <= 3 < whole.num_evaluations
     assert cut.candidates
 
@@ -85,7 +85,7 @@ def test_it_hands_over_what_it_has_when_time_is_up() -> None:
 @THOROUGH
 def test_a_batch_that_nothing_divides_is_no_error() -> None:
     graph = capture(build("gpt2", batch_size=7))
-    found = MEGATRON_GRID().plan(task_of(Evaluator(graph, CLUSTER)))
+    found = MegatronGrid().plan(task_of(Evaluator(graph, CLUSTER)))
     assert not found.candidates or found.note
     if not found.candidates:
         assert "no uniform layout divides" in found.reason
@@ -166,8 +166,8 @@ def test_a_part_behind_slow_links_does_not_beat_its_whole() -> None:
 def test_a_search_cut_short_has_varied_the_best_shape() -> None:
     """Shapes that are likely to be good come first, and manners before all shapes are through."""
     evaluator = Evaluator(GRAPH, by_sheets(CLUSTER))
-    whole = MEGATRON_GRID().plan(task_of(evaluator))
-    cut = MEGATRON_GRID().plan(task_of(evaluator, f"{whole.num_evaluations // 3}e"))
+    whole = MegatronGrid().plan(task_of(evaluator))
+    cut = MegatronGrid().plan(task_of(evaluator, f"{whole.num_evaluations // 3}e"))
     best, early = (
         evaluator.evaluate(each.candidates[0].strategy, Order.FIFO).step_time_s
         for each in (whole, cut)

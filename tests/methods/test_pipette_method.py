@@ -12,8 +12,8 @@ from heterog.lowering.program import FloatArray
 from heterog.methods.host_order import HostTraffic
 from heterog.methods.pipette.communication import HostRates
 from heterog.methods.pipette.planner import (
-    PIPETTE,
     LayoutCosts,
+    Pipette,
     _Search,
     _Trial,
     host_sets,
@@ -115,7 +115,7 @@ def test_what_the_models_know_is_counted_in_the_graph() -> None:
 
 def test_its_best_is_a_layout_that_a_person_can_write() -> None:
     cluster = rows_of_hosts()
-    row = run_method(PIPETTE(), problem(cluster))
+    row = run_method(Pipette(), problem(cluster))
     assert row.outcome == "ok"
     assert "its model says " in row.note
     written = parse_layout(row.note.partition(" on hosts")[0])
@@ -127,7 +127,7 @@ def test_slow_pairs_are_kept_out_of_the_way() -> None:
     """One of three slow pairs is on the way of hosts as given, whatever the layout."""
     cluster = with_rates(rows_of_hosts(), slow_between([(0, 1), (0, 2), (0, 4)]))
     search = problem(cluster)
-    row = run_method(PIPETTE(), search)
+    row = run_method(Pipette(), search)
     assert row.step_time_s is not None
     written = row.note.partition(" on hosts")[0]
     as_given = run_method(GivenLayout(parse_layout(written)), search)
@@ -142,7 +142,7 @@ def test_auto_asks_it_only_where_pairs_differ() -> None:
     plain = rows_of_hosts(2)
     alike = with_rates(rows_of_hosts(), np.full((NUM_HOSTS, NUM_HOSTS), RATE))
     unlike = with_rates(rows_of_hosts(), slow_between([(0, 1)]))
-    assert [PIPETTE().joins_auto(graph(), each) for each in (plain, alike, unlike)] == [
+    assert [Pipette.joins_auto(graph(), each) for each in (plain, alike, unlike)] == [
         False,
         False,
         True,
@@ -160,13 +160,13 @@ def test_auto_asks_it_only_where_pairs_differ() -> None:
 def test_it_goes_on_where_it_was_and_ends_when_all_is_tried() -> None:
     cluster = with_rates(rows_of_hosts(), slow_between([(1, 2)]))
     whole = problem(cluster)
-    all_at_once = PIPETTE().plan(whole)
+    all_at_once = Pipette().plan(whole)
     cut = replace(problem(cluster), budget=Budget(evaluations=3))
-    first = PIPETTE().plan(cut)
+    first = Pipette().plan(cut)
     assert 0 < first.num_evaluations <= 3 < all_at_once.num_evaluations
-    second = PIPETTE().plan(replace(cut, budget=Budget(evaluations=200)))
+    second = Pipette().plan(replace(cut, budget=Budget(evaluations=200)))
     assert second.candidates == all_at_once.candidates
-    third = PIPETTE().plan(replace(cut, budget=Budget(evaluations=200)))
+    third = Pipette().plan(replace(cut, budget=Budget(evaluations=200)))
     assert third.num_evaluations == 0
 
 
@@ -174,7 +174,7 @@ def test_it_says_what_it_refuses() -> None:
     """Seven hosts, two blocks, a batch of 32: neither replicas nor stages divide."""
     cluster = cluster_of(*[(1.0, ["T4"])] * 7)
     row = run_method(
-        PIPETTE(), Problem(evaluator=Evaluator(graph_of(2), cluster), budget=Budget(evaluations=9))
+        Pipette(), Problem(evaluator=Evaluator(graph_of(2), cluster), budget=Budget(evaluations=9))
     )
     assert row.outcome == "not_applicable"
     assert "divides a batch of 32: sets of alike hosts have 7 devices" in row.shortage

@@ -15,7 +15,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget, PlanResult, Problem
 from heterog.methods.registry import built_in_methods
-from heterog.methods.unit_search import SEQUENCES
+from heterog.methods.unit_search import Sequences
 from heterog.pricing.calibration import cost_model_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -99,6 +99,6 @@ def test_it_says_where_it_is_of_no_use(
 
 def test_auto_asks_it_where_long_sequences_are_few() -> None:
     two = cluster_of((1.0, ["T4", "T4"]))
-    assert SEQUENCES().joins_auto(graph_of(1), two)
-    assert not SEQUENCES().joins_auto(graph_of(1, 64), two)
-    assert not SEQUENCES().joins_auto(graph_of(4, 64), two)
+    assert Sequences.joins_auto(graph_of(1), two)
+    assert not Sequences.joins_auto(graph_of(1, 64), two)
+    assert not Sequences.joins_auto(graph_of(4, 64), two)

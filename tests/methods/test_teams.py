@@ -9,7 +9,7 @@ from heterog.agents.benchmark.tiles import nodes_of
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.data_parallel import uniform_strategy
-from heterog.methods.pipeline import PIPELINE, _Enumeration, _Point
+from heterog.methods.pipeline import PipelineSearch, _Enumeration, _Point
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.teams import (
     apart,
@@ -142,7 +142,7 @@ def test_a_small_budget_reaches_every_kind_of_point() -> None:
     assert any(point.splits_backward for point in search.found)
     assert any(point.caps for point in search.found)
     assert search.spending.evaluations <= 120
-    again = PIPELINE().plan(
+    again = PipelineSearch().plan(
         Problem(evaluator=Evaluator(GRAPH, evaluator.cluster), budget=problem.budget)
     )
     assert [c.strategy for c in again.candidates] == [

@@ -21,7 +21,7 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.hap.a_star import Search
-from heterog.methods.hap.planner import _PRICED_BY, HAP, Synthesis
+from heterog.methods.hap.planner import _PRICED_BY, Hap, Synthesis
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import (
     Budget,
@@ -197,7 +197,7 @@ def test_every_method_stops_when_it_is_asked_to(planner: Planner) -> None:
 def test_hap_hands_over_data_parallelism_if_there_is_no_time_for_a_program() -> None:
     evaluator, clock = clocked()
     problem = Problem(evaluator=evaluator, budget=Budget(seconds=0.5), clock=clock)
-    result = HAP().plan(problem)
+    result = Hap().plan(problem)
     assert len(result.candidates) == 1
     assert result.candidates[0].strategy.op_rules == ()
     assert "out of time" in result.note
@@ -234,7 +234,7 @@ def test_a_search_that_takes_too_many_steps_is_given_up_for_a_narrow_one(
         cluster = replace(Cluster.load("paper_8gpu"), calibration=ROOFLINE)
         evaluator = Evaluator(unrolled_lstm(), cluster)
         problem = Problem(evaluator=evaluator, budget=Budget(evaluations=40))
-        result = HAP().plan(problem)
+        result = Hap().plan(problem)
         assert "narrow searches after 5,000 steps" in result.note
         found.append([each.strategy for each in result.candidates])
     assert found[0] == found[1]
@@ -244,7 +244,7 @@ def test_a_search_that_takes_too_many_steps_is_given_up_for_a_narrow_one(
 def test_a_graph_too_wide_to_search_gets_data_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fold, "_MOST_CARRIED", 10)
     evaluator = Evaluator(unrolled_lstm(), Cluster.load("paper_8gpu"))
-    result = HAP().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=4)))
+    result = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=4)))
     assert re.search(r"data parallelism only: [\d,]+ values are carried", result.note)
     assert all(not each.strategy.op_rules for each in result.candidates)
 

@@ -11,7 +11,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
-from heterog.methods.megatron_grid import MEGATRON_GRID
+from heterog.methods.megatron_grid import MegatronGrid
 from heterog.methods.planner import Budget, Problem
 from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
@@ -163,7 +163,7 @@ def test_experts_of_changing_sizes_say_why_they_are_not_shared(
 def test_the_grid_shares_experts_where_their_gradients_cost_most() -> None:
     cluster: Cluster = cluster_of(*[(SLOW, ["T4"])] * 4)
     evaluator = Evaluator(moe(), cluster)
-    row = run_method(MEGATRON_GRID(), Problem(evaluator=evaluator, budget=Budget.parse("300e")))
+    row = run_method(MegatronGrid(), Problem(evaluator=evaluator, budget=Budget.parse("300e")))
     assert row.outcome == "ok"
     assert row.step_time_s is not None
     for ep in (1, 2, 4):

@@ -19,7 +19,7 @@ from heterog.graph.sparse_pattern import SparsePattern, entry_shares, pattern_of
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
 from heterog.methods.planner import Budget, Problem
-from heterog.methods.unit_search import SPATIAL
+from heterog.methods.unit_search import Spatial
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
@@ -169,8 +169,8 @@ def test_the_planner_cuts_a_graph() -> None:
     captured = capture(graph)
     assert captured.num_parameters == 34_960
     cluster = cluster_of((100.0, ["T4", "T4", "P100-16GB"]))
-    assert SPATIAL().joins_auto(captured, cluster)
-    found = SPATIAL().plan(
+    assert Spatial.joins_auto(captured, cluster)
+    found = Spatial().plan(
         Problem(evaluator=Evaluator(captured, cluster), budget=Budget(evaluations=12))
     )
     assert found.candidates

@@ -14,7 +14,7 @@ the referee the result is never worse.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -388,4 +388,9 @@ def _overlaps(
                 other += 1
 
 
-DEEPPOOL = partial(Searching, "deeppool", "search", _Search)
+class DeepPool(Searching):
+    """Devices per group by dynamic programming; see the module docstring."""
+
+    name = "deeppool"
+    stage = "search"
+    search = _Search

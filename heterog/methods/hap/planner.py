@@ -12,7 +12,6 @@ the best programs of all runs. Data parallelism at the solved ratios is always a
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 from heterog.graph.grouping import alike_groups, group_ops
@@ -419,4 +418,9 @@ class _Ranking(StrategySearch):
         return self.evaluate((strategy, self.order), self.order)
 
 
-HAP = partial(Searching, "hap", "search", _Ranking)
+class Hap(Searching):
+    """SPMD program synthesis with solved ratios; see the module docstring."""
+
+    name = "hap"
+    stage = "search"
+    search = _Ranking

@@ -80,8 +80,6 @@ _Vary = Callable[[Composition], Iterator[Composition]]
 class CompositionSearch(PointSearch[Composition]):
     """The compositions of a problem, with their estimates and evaluations."""
 
-    resumes, least_part = True, 0.15
-
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.slices = Slices(self.evaluator)
@@ -524,4 +522,11 @@ def _division(point: Composition) -> tuple[object, ...]:
     return point.pools, point.in_a_v
 
 
-ISLANDS = partial(Searching, "islands", "search", CompositionSearch)
+class Islands(Searching):
+    """Unlike pipelines of machines of one kind each; see the module docstring."""
+
+    name = "islands"
+    stage = "search"
+    resumes = True
+    least_part = 0.15
+    search = CompositionSearch

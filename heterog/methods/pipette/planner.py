@@ -20,7 +20,6 @@ seconds of ops, gradient bytes of the largest stage, bytes between stages.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -209,8 +208,6 @@ class _Trial:
 
 
 class _Search(PointSearch[_Trial]):
-    resumes = True
-
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         evaluator = problem.evaluator
@@ -366,10 +363,16 @@ class _Search(PointSearch[_Trial]):
         )
         return [each for each in made if least_bytes(self.evaluator, each.layout) <= room]
 
+
+class Pipette(Searching):
+    """Uniform layouts on dedicated hosts; see the module docstring."""
+
+    name = "pipette"
+    stage = "search"
+    resumes = True
+    search = _Search
+
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
         """Whether ``auto`` runs it: if pairs differ; else ``megatron_grid`` has all layouts."""
         return bool(cluster.pairs) and HostRates.of_cluster(cluster).differ
-
-
-PIPETTE = partial(Searching, "pipette", "search", _Search)
