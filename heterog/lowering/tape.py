@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.lowering.kernels import by_reference, helper, kernel, records
+from heterog.lowering.kernels import by_reference, helper, inlined, kernel, records
 from heterog.lowering.program import FIRST_FREE_KIND, FloatArray, IntArray, TaskKind
 from heterog.lowering.tables import Domain, GraphTables
 from heterog.strategy.schedules import Pass, PipelineSchedule, device_chunks
@@ -106,7 +106,7 @@ def mark_channels(tape: Tape, is_used: npt.NDArray[np.bool_]) -> None:
         is_used[tape.tasks[number].channel] = True
 
 
-@helper
+@inlined
 def has_room(tape: Tape, num_tasks: int, num_buffers: int, num_reads: int) -> bool:
     """Whether some more tasks, buffers and reads fit on the tape; if not, it overflows."""
     counts = tape.counts
