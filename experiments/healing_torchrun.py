@@ -253,7 +253,7 @@ def recovered(events: list[Event], hit_s: float) -> dict[str, Any]:
         "total_s": own[0]["at_s"] - hit_s,
         "caught_up_s": next(each["at_s"] for each in own if each["step"] > most) - hit_s,
         "steps_done_again": most - again["step"],
-        "source": again.get("source", f"step {again['step']} in memory"),
+        "source": again.get("source") or f"step {again['step']} in memory, by {began['method']}",
     }
 
 

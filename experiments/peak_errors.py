@@ -15,17 +15,17 @@ kind of pipeline are alike, so the test proves less than its number of runs sugg
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import published_runs
-from published.runs import Run
 from rows import asked_of, finish, option, progress
 from scipy.stats import binomtest
 
 from heterog.errors import HeterogError
 from heterog.pricing.device_models.parameters import shipped_peak_errors
-from heterog.pricing.intervals import COVERAGE, Interval, PeakErrors
+from heterog.pricing.intervals import COVERAGE, PeakErrors
 
 FILE = "sailor_gh200_opt.json"
 _FITTED_NODES = 2
@@ -54,74 +54,45 @@ def peak_errors_of(peaks: Sequence[tuple[float, float]], measured_on: str) -> Pe
     return PeakErrors(spread=spread, num_runs=len(peaks), measured_on=measured_on)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The largest peak of a run, without the reserve of its device.
-
-    Attributes:
-        name: of the run.
-        num_nodes: that it ran on.
-        measured_bytes: less the reserve.
-        predicted_bytes: likewise.
-    """
-
-    name: str
-    num_nodes: int
-    measured_bytes: float
-    predicted_bytes: float
-
-    @property
-    def log_error(self) -> float:
-        """log(measured / predicted)."""
-        return math.log(self.measured_bytes / self.predicted_bytes)
-
-
-def peaks_of(path: Path) -> list[Peak]:
-    """All runs of the file, predicted."""
+def peaks_of(path: Path) -> list[dict[str, Any]]:
+    """All runs of the file, measured and predicted bytes without the reserve of a device."""
+    reserved = published_runs.MEGATRON_RESERVES_BYTES
     found = []
     for run in published_runs.sailor_runs(path):
         each = published_runs.sailor_compared(run, "", None)
         assert each.measured_bytes is not None, "the file has a peak for each run"
         assert each.predicted_bytes is not None
-        reserved = published_runs.MEGATRON_RESERVES_BYTES
-        peak = Peak(
-            name=f"{run.name}, {_shape(run)}",
-            num_nodes=len(run.cluster.hosts),
-            measured_bytes=each.measured_bytes - reserved,
-            predicted_bytes=each.predicted_bytes - reserved,
-        )
-        found.append(peak)
-        progress(
-            f"{peak.name}: measured {peak.measured_bytes / 1e9:.2f} GB, predicted "
-            f"{peak.predicted_bytes / 1e9:.2f} ({peak.log_error:+.3f})"
-        )
+        measured, predicted = each.measured_bytes - reserved, each.predicted_bytes - reserved
+        row = {
+            "name": f"{run.name}, {run.num_stages} stages, {run.layout.split('; ')[-1]}",
+            "num_nodes": len(run.cluster.hosts),
+            "measured_bytes": measured,
+            "predicted_bytes": predicted,
+            "log_error": math.log(measured / predicted),
+        }
+        progress(row)
+        found.append(row)
     return found
-
-
-def _shape(run: Run) -> str:
-    return f"{run.num_stages} stages, {run.layout.split('; ')[-1]}"
-
-
-def fitted(peaks: Sequence[Peak]) -> PeakErrors:
-    """The errors of some runs."""
-    return peak_errors_of([(each.measured_bytes, each.predicted_bytes) for each in peaks], _TYPE)
-
-
-def held(errors: PeakErrors, peaks: Sequence[Peak]) -> int:
-    """How many of some runs lie in their intervals."""
-    intervals: list[Interval] = [errors.interval(peak.predicted_bytes) for peak in peaks]
-    pairs = zip(peaks, intervals, strict=True)
-    return sum(ends.low <= peak.measured_bytes <= ends.high for peak, ends in pairs)
 
 
 def main() -> None:
     """Fit to the runs on few nodes, test on the others, and print both."""
     arguments = asked_of(__doc__, option("--data", type=Path, required=True))
     peaks = peaks_of(arguments.data / FILE)
-    few = [peak for peak in peaks if peak.num_nodes <= _FITTED_NODES]
-    more = [peak for peak in peaks if peak.num_nodes > _FITTED_NODES]
-    errors = fitted(few)
-    inside = held(errors, more)
+    few, more = (
+        [
+            (peak["measured_bytes"], peak["predicted_bytes"])
+            for peak in peaks
+            if (peak["num_nodes"] <= _FITTED_NODES) == is_fitted
+        ]
+        for is_fitted in (True, False)
+    )
+    errors = peak_errors_of(few, _TYPE)
+    intervals = [errors.interval(predicted) for _, predicted in more]
+    inside = sum(
+        ends.low <= measured <= ends.high
+        for (measured, _), ends in zip(more, intervals, strict=True)
+    )
     document = {
         "fitted": asdict(errors),
         "ships": asdict(shipped_peak_errors()),
@@ -129,7 +100,7 @@ def main() -> None:
         "num_inside": inside,
         "p_value": float(binomtest(inside, len(more), COVERAGE).pvalue),
         "interval_of_one": list(errors.interval(1.0)),
-        "runs": [asdict(peak) | {"log_error": peak.log_error} for peak in peaks],
+        "runs": peaks,
     }
     finish(arguments, document)
 

@@ -17,9 +17,14 @@ from sailor.columns import Columns, Kind, Tables, gpus_of, plan_of, time_of
 from sailor.inputs import Inputs, Plan
 from sailor.score import Score, score_of
 
+MOST_STAGES = 8
+"""More stages were never near the best, because each sends twice and fills the pipeline."""
+MOST_KINDS = 4
+"""Plans with more kinds of columns than one per card and one more were not better."""
+
 
 class Moves:
-    """Makes random columns and changes them; stages and kinds stay as many as they were.
+    """Makes random columns and changes them.
 
     Args:
         tables: for teams and numbers of GPUs.
@@ -28,15 +33,24 @@ class Moves:
 
     def __init__(self, tables: Tables, random: Random) -> None:
         self._tables, self._random = tables, random
+        measured = tables.inputs.profiled
         self._sizes = sorted(
-            {
-                size
-                for team in tables.teams
-                for size in tables.inputs.profiled(team.card, team.tensor)
-            }
+            {size for team in tables.teams for size in measured(team.card, team.tensor)}
         )
-        often = self._shift_bound, self._change_team, self._recount
-        self._every: tuple[Callable[[Columns], Columns | None], ...] = *often, *often, self._resize
+        self._every: tuple[Callable[[Columns], Columns | None], ...] = (
+            self._shift_bound,
+            self._shift_bound,
+            self._change_team,
+            self._change_team,
+            self._resize,
+            self._recount,
+            self._recount,
+            self._exchange,
+            self._add_kind,
+            self._drop_kind,
+            self._split_stage,
+            self._join_stages,
+        )
 
     def start(self, num_stages: int) -> Columns:
         """Random columns of so many stages, on as many GPUs as they can use."""
@@ -85,7 +99,9 @@ class Moves:
         if shrunk is None:
             return columns
         tables = self._tables
-        for index in self._random.sample(range(len(shrunk.kinds)), len(shrunk.kinds)):
+        order = list(range(len(shrunk.kinds)))
+        self._random.shuffle(order)
+        for index in order:
             used = gpus_of(shrunk, tables)
             one = replace(shrunk.kinds[index], count=1)
             needs = gpus_of(replace(shrunk, kinds=(one,)), tables)
@@ -127,6 +143,63 @@ class Moves:
         index = self._random.randrange(len(columns.kinds))
         changed = _counted(columns, index, self._random.choice((-4, -2, -1, 1, 2, 4)))
         return changed if changed.kinds else None
+
+    def _exchange(self, columns: Columns) -> Columns | None:
+        """Fewer of one kind, more of another."""
+        if len(columns.kinds) < 2:
+            return None
+        one, other = self._random.sample(range(len(columns.kinds)), 2)
+        more = _counted(columns, one, self._random.randint(1, 4))
+        return _counted(more, other, -self._random.randint(1, 4))
+
+    def _add_kind(self, columns: Columns) -> Columns | None:
+        if len(columns.kinds) >= MOST_KINDS:
+            return None
+        kind = self._random.choice(columns.kinds)
+        added = replace(columns, kinds=(*columns.kinds, replace(kind, count=1)))
+        stage = self._random.randrange(columns.num_stages)
+        team = self._random.choice(self._tables.teams)
+        teams = (*kind.teams[:stage], team, *kind.teams[stage + 1 :])
+        if self._random.random() < 0.5:
+            teams = (team,) * columns.num_stages
+        return _with_kind(added, len(columns.kinds), replace(kind, teams=teams, count=1))
+
+    def _drop_kind(self, columns: Columns) -> Columns | None:
+        if len(columns.kinds) < 2:
+            return None
+        index = self._random.randrange(len(columns.kinds))
+        return _counted(columns, index, -columns.kinds[index].count)
+
+    def _split_stage(self, columns: Columns) -> Columns | None:
+        stages = columns.num_stages
+        stage = self._random.randrange(stages)
+        first, end = columns.bounds[stage : stage + 2]
+        last = end - 1 if stage + 1 == stages else end
+        if stages >= MOST_STAGES or last - first < 2:
+            return None
+        bound = self._random.randint(first + 1, last - 1)
+        bounds = (*columns.bounds[: stage + 1], bound, *columns.bounds[stage + 1 :])
+        kinds = tuple(
+            replace(
+                kind,
+                teams=(*kind.teams[:stage], kind.teams[stage], *kind.teams[stage:]),
+                count=max(kind.count * stages // (stages + 1), 1),
+            )
+            for kind in columns.kinds
+        )
+        return replace(columns, bounds=bounds, kinds=kinds)
+
+    def _join_stages(self, columns: Columns) -> Columns | None:
+        if columns.num_stages == 1:
+            return None
+        stage = self._random.randint(1, columns.num_stages - 1)
+        dropped = stage - self._random.randint(0, 1)
+        bounds = (*columns.bounds[:stage], *columns.bounds[stage + 1 :])
+        kinds = tuple(
+            replace(kind, teams=(*kind.teams[:dropped], *kind.teams[dropped + 1 :]))
+            for kind in columns.kinds
+        )
+        return replace(columns, bounds=bounds, kinds=kinds)
 
 
 def _with_kind(columns: Columns, index: int, kind: Kind) -> Columns:

@@ -1,14 +1,15 @@
 """Options about money and deadlines, and remarks on them."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, named
 
 if TYPE_CHECKING:
     from heterog.graph.op_graph import OpGraph
-    from heterog.search.objective import Aim, Cost, Objective
+    from heterog.search.objective import Cost, Objective
     from heterog.search.plan import Plan
 
 ObjectiveOption = Annotated[
@@ -31,26 +32,17 @@ DeadlineOption = Annotated[
 ]
 
 
-def parse_aim(objective: str) -> "Aim":
-    """The aim for a word, checked before any slow work."""
-    from heterog.errors import UnknownNameError
-    from heterog.search.objective import Aim
+def asked_objective(
+    objective: str, steps: int | None, samples: int | None, tokens: int | None, deadline: str
+) -> "Objective":
+    """The objective in the options, after all checks that need no graph.
 
-    try:
-        return Aim(objective)
-    except ValueError:
-        raise UnknownNameError("objective", objective, [str(aim) for aim in Aim]) from None
-
-
-def check_amounts(
-    aim: "Aim", steps: int | None, samples: int | None, tokens: int | None, deadline: str
-) -> float | None:
-    """Seconds of the deadline, after all checks that need no graph.
+    With samples or tokens it has one step; ``objective_for`` puts the real number there.
 
     Raises:
-        HeterogError: two amounts, one below 1, or a deadline or cost without any.
+        HeterogError: an unknown aim, two amounts, one below 1, or a deadline or cost without any.
     """
-    from heterog.search.objective import Objective
+    from heterog.search.objective import Aim, Objective
     from heterog.units import parse_seconds
 
     amounts = {"--steps": steps, "--samples": samples, "--tokens": tokens}
@@ -60,39 +52,34 @@ def check_amounts(
     for name, value in given.items():
         if value < 1:
             raise HeterogError(f"{name} is {value}; it must be at least 1.")
-    deadline_s = parse_seconds(deadline) if deadline else None
-    # With one step in place of the real number, to report errors before the capture.
-    Objective(aim=aim, num_steps=1 if given else None, deadline_s=deadline_s)
-    return deadline_s
+    return Objective(
+        aim=named("objective", objective, {str(aim): aim for aim in Aim}),
+        num_steps=steps or (1 if given else None),
+        deadline_s=parse_seconds(deadline) if deadline else None,
+    )
 
 
 def objective_for(
-    graph: "OpGraph",
-    aim: "Aim",
-    *,
-    steps: int | None,
-    samples: int | None,
-    tokens: int | None,
-    deadline_s: float | None,
+    graph: "OpGraph", asked: "Objective", samples: int | None, tokens: int | None
 ) -> "Objective":
-    """The objective in the options, for one model.
+    """What was asked for, with the steps of one model.
 
     Raises:
         HeterogError: tokens of a model whose samples have none.
     """
-    from heterog.search.objective import Objective, steps_for, tokens_per_sample
+    from heterog.search.objective import steps_for, tokens_per_sample
 
     if samples is not None:
-        steps = steps_for(samples, graph.batch_size)
-    if tokens is not None:
-        per_sample = tokens_per_sample(graph)
-        if per_sample is None:
-            raise HeterogError(
-                f"--tokens, but the batch of '{graph.name}' does not begin with a table of token "
-                "numbers; give --samples or --steps."
-            )
-        steps = steps_for(tokens, graph.batch_size * per_sample)
-    return Objective(aim=aim, num_steps=steps, deadline_s=deadline_s)
+        return replace(asked, num_steps=steps_for(samples, graph.batch_size))
+    if tokens is None:
+        return asked
+    per_sample = tokens_per_sample(graph)
+    if per_sample is None:
+        raise HeterogError(
+            f"--tokens, but the batch of '{graph.name}' does not begin with a table of token "
+            "numbers; give --samples or --steps."
+        )
+    return replace(asked, num_steps=steps_for(tokens, graph.batch_size * per_sample))
 
 
 def money_remarks(found: "Plan") -> list[str]:

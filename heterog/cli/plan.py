@@ -45,9 +45,8 @@ from heterog.cli.objective import (
     SamplesOption,
     StepsOption,
     TokensOption,
-    check_amounts,
+    asked_objective,
     objective_for,
-    parse_aim,
 )
 from heterog.cli.outputs import FOLDER, HTML, JSON, YAML, not_replaced
 from heterog.cli.run_file import run_file, save_settings
@@ -163,7 +162,6 @@ def plan(
     from heterog.cli.found import PlanAnswer
     from heterog.methods.planner import Budget
     from heterog.search.allotment import Allotment
-    from heterog.search.objective import Objective
     from heterog.search.plan import make_plan, parse_orders
     from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
@@ -181,10 +179,9 @@ def plan(
         _check_beside_codec(background, averaged)
     target = load_cluster(cluster)
     not_replaced(target.calibration, f"the calibration of {cluster}", *written)
-    aim = parse_aim(objective)
-    deadline_s = check_amounts(aim, steps, samples, tokens, deadline)
-    if aim != "time":
-        Objective(aim=aim, num_steps=1).require_prices(target)
+    asked = asked_objective(objective, steps, samples, tokens, deadline)
+    if not asked.is_time:
+        asked.require_prices(target)
         no_changes = True  # purchases are judged by seconds, not money
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
@@ -193,9 +190,7 @@ def plan(
         _tell_overrun(time.perf_counter() - begin_s, parsed)
     if given is not None:  # a layout that does not fit is reported before any slow work
         given.place(graph, target, step_barrier=not no_step_barrier)
-    best_at = objective_for(
-        graph, aim, steps=steps, samples=samples, tokens=tokens, deadline_s=deadline_s
-    )
+    best_at = objective_for(graph, asked, samples, tokens)
     evaluator = Evaluator(graph, target)
     request = Request(
         graph=graph,
