@@ -1,12 +1,12 @@
 """Policies as planners: ``agent`` answers alone, ``agent+search`` leads a local search.
 
-``agent`` begins by a policy's rows (``proposals``) on some numbers of devices (``BY_ROWS``) and
-where no composition of ``islands`` fits, else by the best of these; led moves finish them for the
-rest of the seconds of an answer (``answer_limit_s``). Rows are one pass of the network and at most
-64 draws (the first one greedy), more rows made from the best draws, and the best rows refined for
-a bounded number of simulated tasks. Beside other methods, which have plans already, rows are all:
-``auto`` gives them the seconds of a whole answer (``whole_s``), or none. Asked again, ``agent``
-makes further draws.
+``agent`` begins by a policy's rows (``proposals``) on some numbers of devices (``BY_ROWS``), else
+by the best compositions of ``islands``, and by both where the first do not fit; led moves finish
+them for the rest of the seconds of an answer (``answer_limit_s``). Rows are one pass of the
+network and at most 64 draws (the first one greedy), more rows made from the best draws, and the
+best rows refined for a bounded number of simulated tasks. Beside other methods, which have plans
+already, rows are all: ``auto`` gives them the seconds of a whole answer (``whole_s``), or none.
+Asked again, ``agent`` makes further draws.
 
 ``agent+search`` gives the same proposals to local search as seeds, lets its moves use parts of
 further draws, so that the policy's probabilities order them, and has them led by the policy that
@@ -290,21 +290,34 @@ class Agent(_AsksPolicy):
         )
 
     def _begun(self, problem: Problem) -> PlanResult:
-        """Plans from which moves begin: rows also where islands find nothing that fits."""
-        evaluator, spending, found = problem.evaluator, problem.spend(), _NOTHING
-        if not problem.has_only_places and evaluator.cluster.num_devices not in BY_ROWS:
-            with _without_large(evaluator):
-                found = begun_by_islands(problem, ISLANDS_PART)
+        """Plans from which moves begin; those of the other kind, too, if the best do not fit.
+
+        The second kind has as much of the budget as if it were the first: an answer that fits may
+        be late.
+        """
+        evaluator, begun = problem.evaluator, _NOTHING
+        begins = [self._from_islands, self._from_rows]
+        if problem.has_only_places or evaluator.cluster.num_devices in BY_ROWS:
+            begins.reverse()
+        for begin in begins:
+            found = begin(problem)
+            begun = PlanResult(
+                candidates=(*found.candidates, *begun.candidates),
+                num_evaluations=begun.num_evaluations + found.num_evaluations,
+            )
             for best in found.candidates[:1]:
                 if evaluator.evaluate(best.strategy, best.orders[0]).is_ok:
-                    return found
-        rest = left_of(problem.budget, found.num_evaluations, spending.seconds)
+                    return begun
+        return begun
+
+    def _from_islands(self, problem: Problem) -> PlanResult:
+        with _without_large(problem.evaluator):
+            return begun_by_islands(problem, ISLANDS_PART)
+
+    def _from_rows(self, problem: Problem) -> PlanResult:
         # Half of a count is left for moves; of seconds, rows leave enough.
-        rows = self._rows(replace(problem, budget=rest.part(0.5) if rest.evaluations else rest))
-        return PlanResult(
-            candidates=(*rows.candidates, *found.candidates),
-            num_evaluations=found.num_evaluations + rows.num_evaluations,
-        )
+        part = 1.0 if problem.budget.evaluations is None else 0.5
+        return self._rows(replace(problem, budget=problem.budget.part(part)))
 
     def _rows(self, problem: Problem) -> PlanResult:
         """The best rows of the policy."""
