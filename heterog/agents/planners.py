@@ -1,12 +1,13 @@
 """Policies as planners: ``agent`` answers alone, ``agent+search`` leads a local search.
 
 ``agent`` begins by a policy's rows (``proposals``) on some numbers of devices (``BY_ROWS``), else
-by the most promising compositions of ``islands``; led moves finish the best for the rest of the
-seconds of an answer (``answer_limit_s``). Rows are one pass of the network and at most 64 draws
-(the first one greedy), more rows made from the best draws, and the best rows refined for a bounded
-number of simulated tasks. Beside other methods, which have plans already, rows are all: ``auto``
-gives them the seconds of a whole answer (``whole_s``), or none. Asked again, ``agent`` makes
-further draws.
+by the best compositions of ``islands``, and by both where the first do not fit; led moves finish
+them for the rest of the seconds of an answer (``answer_limit_s``). Rows are one pass of the
+network and at most 64 draws (the first one greedy), more rows made from the best draws, and the
+best rows refined for a bounded number of simulated tasks. Beside other methods, which have plans
+already, rows are all: ``auto`` gives them the seconds of a whole answer (``whole_s``), or none.
+Asked again, ``agent`` makes further draws.
+
 ``agent+search`` gives the same proposals to local search as seeds, lets its moves use parts of
 further draws, so that the policy's probabilities order them, and has them led by the policy that
 improves plans (``improver``).
@@ -14,7 +15,8 @@ improves plans (``improver``).
 torch is imported when one is asked to plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -70,6 +72,9 @@ _TOO_MANY = PlanResult(
     num_evaluations=0,
     reason=f"a policy is not asked about more than {MOST_DEVICES} devices",
 )
+
+
+_NOTHING = PlanResult(candidates=(), num_evaluations=0)
 
 
 @cache
@@ -273,24 +278,46 @@ class Agent(_AsksPolicy):
             return self._rows(problem)
         budget = of_an_answer(problem.budget, evaluator.cluster.num_devices)
         asked, spending = replace(problem, budget=budget), problem.spend()
-        is_by_rows = problem.has_only_places or evaluator.cluster.num_devices in BY_ROWS
-        begun: PlanResult | None = None
-        if is_by_rows:  # half of a count is left for moves; of seconds rows leave enough
-            part = 1.0 if budget.evaluations is None else 0.5
-            begun = self._rows(replace(asked, budget=budget.part(part)))
-        allowed, evaluator.most_tasks = evaluator.most_tasks, min(evaluator.most_tasks, LARGEST)
-        try:
-            begun = begun or begun_by_islands(asked, ISLANDS_PART)
-            rest = left_of(budget, begun.num_evaluations, spending.seconds)
+        begun = self._begun(asked)
+        rest = left_of(budget, begun.num_evaluations, spending.seconds)
+        with _without_large(evaluator):
             finished = LocalSearch(self._lead()).plan(
                 replace(asked, budget=rest, seeds=begun.candidates, memory={})
             )
-        finally:
-            evaluator.most_tasks = allowed
         return PlanResult(
             candidates=(*finished.candidates[: NUM_RETURNED - 1], *begun.candidates[:1]),
             num_evaluations=begun.num_evaluations + finished.num_evaluations,
         )
+
+    def _begun(self, problem: Problem) -> PlanResult:
+        """Plans from which moves begin; those of the other kind, too, if the best do not fit.
+
+        The second kind has as much of the budget as if it were the first: an answer that fits may
+        be late.
+        """
+        evaluator, begun = problem.evaluator, _NOTHING
+        begins = [self._from_islands, self._from_rows]
+        if problem.has_only_places or evaluator.cluster.num_devices in BY_ROWS:
+            begins.reverse()
+        for begin in begins:
+            found = begin(problem)
+            begun = PlanResult(
+                candidates=(*found.candidates, *begun.candidates),
+                num_evaluations=begun.num_evaluations + found.num_evaluations,
+            )
+            for best in found.candidates[:1]:
+                if evaluator.evaluate(best.strategy, best.orders[0]).is_ok:
+                    return begun
+        return begun
+
+    def _from_islands(self, problem: Problem) -> PlanResult:
+        with _without_large(problem.evaluator):
+            return begun_by_islands(problem, ISLANDS_PART)
+
+    def _from_rows(self, problem: Problem) -> PlanResult:
+        # Half of a count is left for moves; of seconds, rows leave enough.
+        part = 1.0 if problem.budget.evaluations is None else 0.5
+        return self._rows(replace(problem, budget=problem.budget.part(part)))
 
     def _rows(self, problem: Problem) -> PlanResult:
         """The best rows of the policy."""
@@ -302,6 +329,16 @@ class Agent(_AsksPolicy):
         found = _more(proposals, self.policy, asked, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
         return PlanResult(candidates=found.candidates, num_evaluations=found.num_evaluations)
+
+
+@contextmanager
+def _without_large(evaluator: Evaluator) -> Iterator[None]:
+    """A block in which no program of more than ``LARGEST`` tasks is simulated."""
+    allowed, evaluator.most_tasks = evaluator.most_tasks, min(evaluator.most_tasks, LARGEST)
+    try:
+        yield
+    finally:
+        evaluator.most_tasks = allowed
 
 
 def begun_by_islands(problem: Problem, part: float) -> PlanResult:
@@ -343,7 +380,7 @@ class AgentSearch(_AsksPolicy):
         asked = replace(problem, budget=problem.budget.part(_rows_part(problem, whole)))
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
-        begun = PlanResult(candidates=(), num_evaluations=0)
+        begun = _NOTHING
         if not problem.seeds and not problem.has_only_places:
             rest = left_of(problem.budget, found.num_evaluations, spending.seconds)
             begun = begun_by_islands(replace(problem, budget=rest), 0.5)

@@ -59,3 +59,23 @@ def test_moves_finish_an_answer_until_its_seconds_are_over() -> None:
     spending = asked.spend()
     Agent().plan(asked)
     assert 0.9 * answer_limit_s(8) < spending.seconds < 1.2 * answer_limit_s(8)
+
+
+def test_an_answer_begins_by_rows_where_islands_find_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing = PlanResult(candidates=(), num_evaluations=0)
+    monkeypatch.setattr(Islands, "plan", lambda self, asked: nothing)
+    asked, alone = (problem(cluster="mixed_32") for _ in range(2))
+    rows = Agent(only_rows=True).plan(replace(alone, budget=alone.budget.part(0.5)))
+    assert best_s(asked, Agent().plan(asked)) <= best_s(alone, rows)
+
+
+def test_an_answer_begins_by_islands_where_rows_find_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing = PlanResult(candidates=(), num_evaluations=0)
+    monkeypatch.setattr(Agent, "_rows", lambda self, asked: nothing)
+    asked, alone = problem(), problem()
+    islands = Islands().plan(replace(alone, budget=alone.budget.part(ISLANDS_PART)))
+    assert best_s(asked, Agent().plan(asked)) <= best_s(alone, islands)
