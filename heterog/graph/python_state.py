@@ -4,6 +4,7 @@ A step is captured from one call. ``PythonState`` remembers the values that can 
 model and its loss, finds which of them a call has changed, and restores them.
 """
 
+import argparse
 import copy
 import os
 import pickle
@@ -11,7 +12,7 @@ import random
 import sys
 import sysconfig
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ class PythonState:
                 return
         if hasattr(type(thing), "__next__"):
             self.unseen.append(f"{text}, an iterator")
-        elif isinstance(thing, types.SimpleNamespace) or not _is_class_of_library(type(thing)):
+        elif not _is_class_of_library(type(thing)):
             self._look_at_object(thing, text)
 
     def _hold(self, holder: Holder) -> None:
@@ -328,6 +329,7 @@ class PythonState:
             (thing.__self__, thing.__func__), text)),
         (types.FunctionType, _look_at_function),
         (type, _look_at_class),
+        (types.SimpleNamespace | argparse.Namespace | UserDict | UserList, _look_at_object),
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """What is changed on a model after its step was captured matters only where the step reads it."""
 
+from argparse import Namespace
+from collections import UserDict, UserList
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,6 +38,7 @@ class Kept(nn.Module):
         self.temperature, self.twice, self.bias, self.size = 1.0, False, None, (2, 3)
         self.settings, self.options = Settings(), {"deep": {"weight": 2.0}}
         self.weights, self.inner, self.mask = [0.9, 0.5], SimpleNamespace(k=3.0), torch.ones(6)
+        self.args, self.own, self.row = Namespace(k=1.0), UserDict(k=1.0), UserList([1.0])
         self.calls, self.waits = 0, 0
         self.table: Tensor | None = None
 
@@ -47,6 +50,7 @@ class Kept(nn.Module):
         h = torch.relu(h) if self.settings.act == "relu" else torch.tanh(h)
         h = h * self.mask * self.weights[0] * self.options["deep"]["weight"] + self.table
         h = h.view(-1, *self.size).flatten(1) * self.inner.k * self.factor
+        h = h * self.args.k * self.own["k"] * self.row[0]
         h = h * 2 if self.twice or self.waits > 100 else h
         h = h if self.bias is None else h + self.bias
         made: Tensor = self.last(self.drop(h)) / self.temperature
@@ -88,6 +92,9 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"'options' of the model\['deep'\]\['weight'\]": lambda m: m.options["deep"].update(weight=1),
     r"'weights' of the model\[0\]": lambda m: m.weights.__setitem__(0, 0.8),
     r"'k' of 'inner' of the model": lambda m: setattr(m.inner, "k", 1.0),
+    r"'k' of 'args' of the model": lambda m: setattr(m.args, "k", 2.0),  # of the command line
+    r"'own' of the model\['k'\]": lambda m: m.own.update(k=2.0),
+    r"'row' of the model\[0\]": lambda m: m.row.__setitem__(0, 2.0),
     r"'mask' of the model": lambda m: setattr(m, "mask", torch.zeros(6)),
     r"'mask' of the model$": lambda m: m.mask.mul_(0.5),
     r"'waits' of the model \(0, then 1\)": lambda m: setattr(m, "waits", 1),  # later it matters
