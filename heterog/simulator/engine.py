@@ -437,7 +437,7 @@ def _start_operation(
     timings.finish[task] = end
     _add_event(timings, work, 2 * task)
     _end_later(timings, work, end, 2 * task)
-    return end
+    return float(end)
 
 
 @helper

@@ -1,8 +1,8 @@
 """The referee: the order found by the engine, replayed under max-min fair sharing of links.
 
-In the engine, a transfer holds its links alone. This is fast and nearly right, but a search can
-learn to exploit it. The referee keeps the engine's *order* and computes its time if flows share
-links as in a real network:
+In the engine, the end of a transfer is found when it starts, whatever joins it on its links later.
+This is fast and nearly right, but a search can learn to exploit it. The referee keeps the engine's
+*order* and computes its time if flows share links as in a real network:
 
 - A device runs its compute tasks one at a time in the order of their starts in the engine. So does
   a pair of devices (one way) with its transfers, and a communicator (all collectives over one
@@ -16,9 +16,8 @@ links as in a real network:
   by progressive filling (Bertsekas & Gallager, Data Networks, section 6.5.2): all rates rise
   together until a link is full; its flows keep their rates, and the others rise further.
 - Like ops of a team's members (``division``) take the same place in all their sequences: that of
-  the one that starts last in the engine. The engine serves messages that share a NIC one after
-  another, so members would be ready for different micro-batches, run them in different orders, and
-  wait for one another at each collective of the team.
+  the one that starts last in the engine. Members whose messages take unequally long would run
+  micro-batches in different orders, and wait for one another at each collective of the team.
 - The seconds that compute and communication take from each other are those of the engine.
 - If sends block, a compute task waits for every value that its device began to send before it in
   the engine. The order of starts keeps these waits free of circles.

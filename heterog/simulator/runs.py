@@ -2,8 +2,8 @@
 
 Devices that do the same are lowered only once (``lowering.folding``). Twins that share no link do
 the same at the same time, so step time and memory equal those of all devices together. If messages
-of twins meet on a link (for example the NIC of a host), the link serves them one after the other,
-and the twins differ from then on. So such twins are not folded.
+of twins meet on a link (for example the NIC of a host), each gets a share of it, which the
+messages of one of them do not show. So such twins are not folded.
 """
 
 import math

@@ -246,7 +246,7 @@ def test_alike_transfers_over_one_nic_end_together() -> None:
 
 
 def test_a_short_transfer_shares_a_nic_with_a_long_one() -> None:
-    """It takes its own bytes twice, whatever is behind on the NIC; the long one is not waited for."""
+    """It takes its own bytes twice, however much the NIC has to do."""
     tasks = Tasks(quiet(3))
     tasks.send(0, 1, 8e9)
     ready = tasks.op(0, 1.0)
