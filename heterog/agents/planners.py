@@ -246,6 +246,8 @@ class Agent(_AsksPolicy):
         name: Name of the method.
         num_samples: Number of draws, the greedy one included.
         only_rows: Whether an answer is the rows of the policy alone.
+        by_rows: Whether an answer begins by rows on any number of devices, as with a policy of
+            one's own, which is asked for what it proposes.
         lead: As for every method that asks a policy.
     """
 
@@ -258,10 +260,12 @@ class Agent(_AsksPolicy):
         name: str = "agent",
         num_samples: int = NUM_SAMPLES,
         only_rows: bool = False,
+        by_rows: bool = False,
         lead: NewLead = shipped_lead,
     ) -> None:
         super().__init__(policy, lead=lead)
-        self.name, self._num_samples, self._only_rows = name, num_samples, only_rows
+        self.name, self._num_samples = name, num_samples
+        self._only_rows, self._by_rows = only_rows, by_rows
 
     def whole_s(self, problem: Problem) -> float:
         """Seconds of an answer: what the last one took, or a guess."""
@@ -297,7 +301,8 @@ class Agent(_AsksPolicy):
         """
         evaluator, begun = problem.evaluator, _NOTHING
         begins = [self._from_islands, self._from_rows]
-        if problem.has_only_places or evaluator.cluster.num_devices in BY_ROWS:
+        is_small = evaluator.cluster.num_devices in BY_ROWS
+        if self._by_rows or problem.has_only_places or is_small:
             begins.reverse()
         for begin in begins:
             found = begin(problem)
@@ -428,7 +433,7 @@ def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
         raise HeterogError(f"`policy` is {shown(policy)}; give a name or the path of a file.")
     if policy != DEFAULT_POLICY:
         _loaded(policy)
-    return Agent(policy), AgentSearch(policy)
+    return Agent(policy, by_rows=policy != DEFAULT_POLICY), AgentSearch(policy)
 
 
 def default_methods(policy: str = DEFAULT_POLICY) -> Methods:

@@ -11,6 +11,7 @@ from heterog.agents.planners import (
     Agent,
     answer_limit_s,
     of_an_answer,
+    policy_methods,
 )
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
@@ -59,6 +60,15 @@ def test_moves_finish_an_answer_until_its_seconds_are_over() -> None:
     spending = asked.spend()
     Agent().plan(asked)
     assert 0.9 * answer_limit_s(8) < spending.seconds < 1.2 * answer_limit_s(8)
+
+
+def test_an_answer_begins_by_the_rows_of_a_policy_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On 32 devices, too, where ``islands`` begins beside the default policy."""
+    monkeypatch.setattr(Islands, "plan", lambda self, asked: pytest.fail("islands began"))
+    agent, _ = policy_methods("heldout")
+    assert agent.plan(problem(cluster="mixed_32")).candidates
 
 
 def test_an_answer_begins_by_rows_where_islands_find_nothing(
