@@ -104,11 +104,10 @@ class _Grid(PointSearch[_Point]):
     def _best_shapes(self) -> list[_Point]:
         """The best point of each shape that has not been varied.
 
-        First come those with the shortest step once the bubble that other schedules save is taken
-        off.
+        First come those with the shortest step once what other manners save is taken off.
         """
         of_shape = grouped((point.shape, point) for point in self.best(len(self.found)))
-        ranked = sorted((best for best, *_ in of_shape.values()), key=self._without_bubble)
+        ranked = sorted((best for best, *_ in of_shape.values()), key=self._at_best)
         return [point for point in ranked if point.shape not in self.varied]
 
     def _vary(self, starts: Sequence[_Point]) -> None:
@@ -119,15 +118,26 @@ class _Grid(PointSearch[_Point]):
             if not self.spending.is_over:
                 self.varied.add(start.shape)
 
-    def _without_bubble(self, point: _Point) -> tuple[float, float]:
-        """(bytes that are missing, seconds of a step less what other schedules can save)."""
-        found, bubble = self.found[point], (point.layout.pp - 1) / point.num_micro
+    def _at_best(self, point: _Point) -> tuple[float, float]:
+        """(bytes that are missing, seconds of a step less what other manners can save).
+
+        Other schedules save bubbles, and slices (ZeRO) all of an update but 1 / dp.
+        """
+        found, layout, bubble = self.found[point], point.layout, self._bubble(point)
         missing, step_s = found.preference[0], found.step_time_s
-        return missing, step_s * (1.0 + self._least_bubble(point)) / (1.0 + bubble)
+        step_s *= (1.0 + self._least_bubble(point)) / (1.0 + bubble)
+        if layout.zero == 0:
+            update_s = max(self._update_seconds(row) for row in self._rows(point))
+            step_s -= update_s / layout.tp / layout.pp * (1.0 - 1.0 / layout.dp)
+        return missing, step_s
+
+    def _bubble(self, point: _Point) -> float:
+        """Bubble over the compute of a step in the schedule of GPipe."""
+        return (point.layout.pp - 1) / point.num_micro
 
     def _least_bubble(self, point: _Point) -> float:
         """Bubble over the compute of a step by the best schedule that the shape can have."""
-        bubble = (point.layout.pp - 1) / point.num_micro
+        bubble = self._bubble(point)
         return least_bubble(bubble, in_a_v=_can_be_in_chunks(point.layout, self.num_layers))
 
     def strategy_of(self, point: _Point) -> Strategy:
@@ -262,10 +272,7 @@ class _Grid(PointSearch[_Point]):
         B is the bubble of the best schedule. C is the time in which the slowest device computes
         all micro-batches, divided by stages, plus the sums inside teams.
         """
-        layout, cluster = point.layout, self.cluster
-        types = {cluster.type_index[device] for device in point.devices}
-        is_alone = len(point.devices) == 1
-        rows = [self.evaluator.prices.row(kind, is_alone=is_alone) for kind in types]
+        layout, rows = point.layout, self._rows(point)
         of_micro_s = max(self._compute_seconds(row, layout.micro_batch, layout.tp) for row in rows)
         compute_s = point.num_micro * of_micro_s / layout.pp
         compute_s += self._team_seconds(point)
@@ -273,6 +280,12 @@ class _Grid(PointSearch[_Point]):
         with_bubble = 1.0 + self._least_bubble(point)
         longest_s = max(compute_s, self._message_seconds(point)) * with_bubble
         return max(longest_s, compute_s / 2.0 + sums_s), layout.tp * layout.pp
+
+    def _rows(self, point: _Point) -> list[int]:
+        """Rows of ``PriceTable.models`` for the types of a point's devices."""
+        types = {self.cluster.type_index[device] for device in point.devices}
+        is_alone = len(point.devices) == 1
+        return [self.evaluator.prices.row(kind, is_alone=is_alone) for kind in types]
 
     def _team_seconds(self, point: _Point) -> float:
         """Seconds in which a team adds up activations: two sums a layer and pass, in a ring.
@@ -324,6 +337,12 @@ class _Grid(PointSearch[_Point]):
             work = (each / members for each in batch_plan(self.graph).work(samples))
             seconds = model.work_seconds(self.graph, device_type, *work)
         return float(seconds[self._computing].sum())
+
+    @kept
+    def _update_seconds(self, row: int) -> float:
+        """Seconds in which one device updates all parameters."""
+        device_type, model = self.evaluator.prices.models[row]
+        return float(model.op_seconds(self.graph, device_type, 1)[~self._computing].sum())
 
     def _gradient_seconds(self, point: _Point) -> float:
         """Seconds in which the replicas of the slowest stage add up its G bytes of gradients.
