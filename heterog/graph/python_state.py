@@ -205,7 +205,7 @@ class PythonState:
                 return
         if hasattr(type(thing), "__next__"):
             self.unseen.append(f"{text}, an iterator")
-        elif not _is_class_of_library(type(thing)):
+        elif not _is_class_of_library(type(thing)) or _has_settings(type(thing)):
             self._look_at_object(thing, text)
 
     def _hold(self, holder: Holder) -> None:
@@ -348,6 +348,11 @@ def _is_class_of_library(kind: type) -> bool:
     if kind.__module__ == "__main__":
         return False
     return is_of_library(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
+def _has_settings(kind: type) -> bool:
+    """Whether objects of a library's class are settings, such as a config of transformers."""
+    return any(each.__name__.endswith("Config") for each in kind.__mro__)
 
 
 def _unwrapped(value: Any) -> Any:

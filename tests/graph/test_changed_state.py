@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from heterog.errors import CaptureError
@@ -39,6 +40,7 @@ class Kept(nn.Module):
         self.settings, self.options = Settings(), {"deep": {"weight": 2.0}}
         self.weights, self.inner, self.mask = [0.9, 0.5], SimpleNamespace(k=3.0), torch.ones(6)
         self.args, self.own, self.row = Namespace(k=1.0), UserDict(k=1.0), UserList([1.0])
+        self.config = transformers.PretrainedConfig(k=1.0)
         self.calls, self.waits = 0, 0
         self.table: Tensor | None = None
 
@@ -50,7 +52,7 @@ class Kept(nn.Module):
         h = torch.relu(h) if self.settings.act == "relu" else torch.tanh(h)
         h = h * self.mask * self.weights[0] * self.options["deep"]["weight"] + self.table
         h = h.view(-1, *self.size).flatten(1) * self.inner.k * self.factor
-        h = h * self.args.k * self.own["k"] * self.row[0]
+        h = h * self.args.k * self.own["k"] * self.row[0] * self.config.k
         h = h * 2 if self.twice or self.waits > 100 else h
         h = h if self.bias is None else h + self.bias
         made: Tensor = self.last(self.drop(h)) / self.temperature
@@ -93,6 +95,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"'weights' of the model\[0\]": lambda m: m.weights.__setitem__(0, 0.8),
     r"'k' of 'inner' of the model": lambda m: setattr(m.inner, "k", 1.0),
     r"'k' of 'args' of the model": lambda m: setattr(m.args, "k", 2.0),  # of the command line
+    r"'k' of 'config' of the model": lambda m: setattr(m.config, "k", 2.0),  # of a library
     r"'own' of the model\['k'\]": lambda m: m.own.update(k=2.0),
     r"'row' of the model\[0\]": lambda m: m.row.__setitem__(0, 2.0),
     r"'mask' of the model": lambda m: setattr(m, "mask", torch.zeros(6)),
