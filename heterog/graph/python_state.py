@@ -4,7 +4,6 @@ A step is captured from one call. ``PythonState`` remembers the values that can 
 model and its loss, finds which of them a call has changed, and restores them.
 """
 
-import argparse
 import copy
 import os
 import pickle
@@ -329,7 +328,7 @@ class PythonState:
             (thing.__self__, thing.__func__), text)),
         (types.FunctionType, _look_at_function),
         (type, _look_at_class),
-        (types.SimpleNamespace | argparse.Namespace | UserDict | UserList, _look_at_object),
+        (types.SimpleNamespace | UserDict | UserList, _look_at_object),
     )  # fmt: skip
 
 
@@ -351,8 +350,8 @@ def _is_class_of_library(kind: type) -> bool:
 
 
 def _has_settings(kind: type) -> bool:
-    """Whether objects of a library's class are settings, such as a config of transformers."""
-    return any(each.__name__.endswith("Config") for each in kind.__mro__)
+    """Whether objects of a library's class are settings: transformers' configs, argparse's."""
+    return any(each.__name__.endswith(("Config", "Namespace")) for each in kind.__mro__)
 
 
 def _unwrapped(value: Any) -> Any:

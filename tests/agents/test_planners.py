@@ -193,8 +193,8 @@ def wide_graph() -> OpGraph:
     return capture(Workload(model, (x, x), nn.functional.mse_loss, torch.optim.SGD, name="wide"))
 
 
-def test_search_with_the_agent_is_not_worse_than_the_agent() -> None:
-    alone = run_method(Agent("heldout"), problem("600e"))
+def test_search_with_the_agent_is_not_worse_than_the_rows_it_starts_from() -> None:
+    alone = run_method(Agent("heldout", only_rows=True), problem("600e"))
     searched = run_method(AgentSearch("heldout"), problem("600e"))
     assert alone.step_time_s is not None
     assert searched.step_time_s is not None

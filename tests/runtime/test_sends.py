@@ -65,7 +65,7 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
         step.notify(Late({}))
     batch = workload().make_batch()
     waited: list[int] = []
-    communicator: Any = executor._communicator
+    communicator: Any = executor._rank.communicator
     wait_for_send = communicator.wait_for_send
 
     def waits(send: int) -> None:

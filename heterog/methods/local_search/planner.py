@@ -483,6 +483,8 @@ class Search:
                 break
             temperature = _HOT * cost * (_COLD / _HOT) ** (move / _NUM_MOVES)
             neighbour = self.moves.of(state)
+            if self.spending.is_over:  # led moves look at the state first
+                break
             # Metropolis's rule, with the random number drawn first: it gives the highest cost that
             # is accepted, and no evaluation above it has to be exact.
             accepted = cost - temperature * math.log(1.0 - self.rng.random())
