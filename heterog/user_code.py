@@ -96,13 +96,26 @@ def trusted_source(source: str, named: Sequence[str], where: str) -> str:
         found = own.expanduser().resolve()
         if found.name == path.name and found.suffix == ".py":
             return f"{found}:{function}"
-    if path.suffix == ".py" and path.is_relative_to(Path.cwd()):
+    if path.suffix == ".py" and path.is_relative_to(working_folder()):
         return f"{path}:{function}"
     raise InputFileError(
         f"{where} says that its model is made by {path_text}, which is not under the folder you "
-        f"work in ({Path.cwd()}). To use it would run or copy that file; if you trust "
+        f"work in ({working_folder()}). To use it would run or copy that file; if you trust "
         f"it, add `sources` {shlex.quote(path_text)}."
     )
+
+
+def working_folder() -> Path:
+    """The folder that this process works in.
+
+    Raises:
+        InputFileError: it was removed; MKL ends programs that multiply there.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError as error:
+        text = "the folder that you work in was removed; change to another one."
+        raise InputFileError(text) from error
 
 
 def load_object(source: str, what: str) -> object:
@@ -128,7 +141,7 @@ def as_script(path: Path) -> Iterator[None]:
     ``script_of``. If the script changes the working folder, in which heterog reads and writes
     files, or the streams to which it prints, that is changed back.
     """
-    arguments, streams, working = sys.argv, (sys.stdout, sys.stderr), Path.cwd()
+    arguments, streams, working = sys.argv, (sys.stdout, sys.stderr), working_folder()
     _change_namesakes(path.parent)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]

@@ -245,7 +245,8 @@ class Seats(Closed):
         """
         pairs = zip(self._crews, jobs, strict=False)
         waiting = [crew.begin(work, shared, job) for crew, job in pairs]
-        return [next(iter(wait_for()), None) for wait_for in waiting]
+        results = [wait_for() for wait_for in waiting]
+        return [result[0] if result else None for result in results]
 
     def stop(self) -> None:
         """Ask running jobs for their results so far; see ``Workers.stop``."""

@@ -54,6 +54,11 @@ ROWS_PART = 0.25
 """Part of the budget for draws if there is nothing to divide."""
 ISLANDS_PART = 0.4
 """Part of an answer for islands; moves have the rest."""
+LEAST_FOR_MOVES = 8
+"""Fewest remaining evaluations with which moves finish an answer."""
+LEAST_FOR_ISLANDS = 64
+"""Fewest evaluations with which an answer begins by islands: the first few compositions are longer
+than the first rows."""
 BY_ROWS = range(5, 17)
 """Numbers of devices on which an answer begins by rows. There islands' part of a second is too
 short: over the better of both beginnings, on 59 training pairs, steps were 12.5 % longer with
@@ -281,9 +286,19 @@ class Agent(_AsksPolicy):
         if self._only_rows or problem.seeds:
             return self._rows(problem)
         budget = of_an_answer(problem.budget, evaluator.cluster.num_devices)
-        asked, spending = replace(problem, budget=budget), problem.spend()
-        begun = self._begun(asked)
+        asked = replace(problem, budget=budget)
+        whole, spending, begun = problem.spend(), asked.spend(), _NOTHING
+        with whole.limits():
+            for found in self._beginnings(asked):
+                begun = PlanResult(
+                    candidates=(*found.candidates, *begun.candidates),
+                    num_evaluations=begun.num_evaluations + found.num_evaluations,
+                )
+                if begun.num_evaluations >= budget.most_evaluations:
+                    break
         rest = left_of(budget, begun.num_evaluations, spending.seconds)
+        if begun.candidates and (spending.is_cut or rest.most_evaluations < LEAST_FOR_MOVES):
+            return begun
         with _without_large(evaluator):
             finished = LocalSearch(self._lead()).plan(
                 replace(asked, budget=rest, seeds=begun.candidates, memory={})
@@ -293,35 +308,34 @@ class Agent(_AsksPolicy):
             num_evaluations=begun.num_evaluations + finished.num_evaluations,
         )
 
-    def _begun(self, problem: Problem) -> PlanResult:
+    def _beginnings(self, problem: Problem) -> Iterator[PlanResult]:
         """Plans from which moves begin; those of the other kind, too, if the best do not fit.
 
         The second kind has as much of the budget as if it were the first: an answer that fits may
         be late.
         """
-        evaluator, begun = problem.evaluator, _NOTHING
+        evaluator = problem.evaluator
         begins = [self._from_islands, self._from_rows]
         is_small = evaluator.cluster.num_devices in BY_ROWS
-        if self._by_rows or problem.has_only_places or is_small:
+        is_short = problem.budget.most_evaluations < LEAST_FOR_ISLANDS
+        if self._by_rows or problem.has_only_places or is_small or is_short:
             begins.reverse()
         for begin in begins:
             found = begin(problem)
-            begun = PlanResult(
-                candidates=(*found.candidates, *begun.candidates),
-                num_evaluations=begun.num_evaluations + found.num_evaluations,
-            )
+            yield found
             for best in found.candidates[:1]:
                 if evaluator.evaluate(best.strategy, best.orders[0]).is_ok:
-                    return begun
-        return begun
+                    return
 
     def _from_islands(self, problem: Problem) -> PlanResult:
         with _without_large(problem.evaluator):
             return begun_by_islands(problem, ISLANDS_PART)
 
     def _from_rows(self, problem: Problem) -> PlanResult:
-        # Half of a count is left for moves; of seconds, rows leave enough.
-        part = 1.0 if problem.budget.evaluations is None else 0.5
+        # Half of a count is left for moves, if they are many; of seconds, rows leave enough.
+        budget = problem.budget
+        is_halved = budget.seconds is None and budget.most_evaluations >= LEAST_FOR_ISLANDS
+        part = 0.5 if is_halved else 1.0
         return self._rows(replace(problem, budget=problem.budget.part(part)))
 
     def _rows(self, problem: Problem) -> PlanResult:

@@ -60,14 +60,14 @@ class RankGroup:
         """The first rows of each rank's tensor, one after another, on its own device.
 
         Args:
-            value: This rank's tensor; all have the same columns.
+            value: This rank's tensor; all have the same columns. One row stands for all of them.
             counts: Number of rows of each rank.
         """
         own = value[: counts[self.rank]].detach()
         if not self._communicates():
             return own
         padded = own.new_zeros((max(counts), *own.shape[1:]), device=wire_device())
-        padded[: len(own)] = own
+        padded[: counts[self.rank]] = own
         every = zip(from_every_rank(padded), counts, strict=True)
         return torch.cat([part[:number] for part, number in every]).to(value.device)
 

@@ -360,7 +360,7 @@ def _below(node: Any, factor: float) -> list[tuple[Any, int, float]] | None:
     name = node.name()
     by = [1.0] * len(inputs_of(node))
     if name.startswith(_PRODUCTS):
-        number = number_of(constant_of(node))
+        number = number_of(constant_of(node), most_dims=math.inf)
         is_quotient = name.startswith("Div")
         if number is None or (is_quotient and not number):
             return None
@@ -375,7 +375,7 @@ def _below(node: Any, factor: float) -> list[tuple[Any, int, float]] | None:
         by[0] = -float(getattr(node, "_saved_alpha", 1))
     elif name.startswith(("AddBackward", "SubBackward")):
         sign = 1.0 if name.startswith("Add") else -1.0
-        by[1:] = [sign * float(node._saved_alpha)] * (len(by) - 1)
+        by[1:] = [sign * float(getattr(node, "_saved_alpha", 1))] * (len(by) - 1)
     elif not name.startswith((*_KEEPS, *_ADDS, "SumBackward")):
         return None
     ends = zip(inputs_of(node), by, strict=True)
@@ -395,10 +395,16 @@ def constant_of(node: Any) -> Any:
     return node._saved_other
 
 
-def number_of(constant: Any) -> float | None:
-    """The value of a finite number, or of a tensor with one element."""
+def number_of(constant: Any, most_dims: float = 0) -> float | None:
+    """The value of a finite number, or of a tensor with one element.
+
+    Args:
+        constant: The number or tensor.
+        most_dims: Most dimensions of the tensor: with one, its element may be that of a sample.
+    """
     if isinstance(constant, Tensor):
-        if constant.numel() != 1 or constant.is_meta or constant.is_complex():
+        is_one = constant.numel() == 1 and constant.dim() <= most_dims
+        if not is_one or constant.is_meta or constant.is_complex():
             return None
         constant = constant.item()
     is_number = isinstance(constant, int | float) and math.isfinite(constant)

@@ -29,13 +29,13 @@ from heterog.cli import calibrate, check, compare, listing, plan, run, schedule,
 from heterog.cli.common import INTERRUPTED, interrupts_told
 from heterog.cli.once import EachOnce
 from heterog.cli.outputs import (
-    check_working_folder,
     errors_spelled,
     outputs_checked,
     standard_streams,
 )
 from heterog.cli.run_file import FromRunFile
 from heterog.errors import HeterogError, HeterogWarning
+from heterog.user_code import working_folder
 from heterog.workers import signals_as_exit
 
 app = typer.Typer(
@@ -117,7 +117,7 @@ def main() -> None:
     atexit.register(gc.freeze)
     try:
         with standard_streams(), signals_as_exit(), interrupts_told():
-            check_working_folder()
+            working_folder()
             app()
     except HeterogError as error:
         print(f"heterog: {error}", file=sys.stderr)

@@ -253,15 +253,6 @@ def _is_same(one: Path, other: Path) -> bool:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def check_working_folder() -> None:
-    """Refuse to work in a folder that was removed: MKL ends programs that multiply there."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        text = "the folder that you work in was removed; change to another one."
-        raise InputFileError(text) from error
-
-
 @contextmanager
 def standard_streams() -> Iterator[None]:
     """Let the standard streams print any text, and flush them at the end.

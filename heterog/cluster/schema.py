@@ -88,7 +88,7 @@ def reading(parse: Callable[[Any], Any], usual: str = "") -> BeforeValidator:
     return BeforeValidator(read)
 
 
-_BARE = re.compile(r"\s*\+?\d+\.?\d*([eE][-+]?\d+)?\s*")
+_BARE = re.compile(r"\s*\+?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 # Far above any machine, far below where sums and quotients leave the range of floats.
 POSITIVE = Field(gt=0, le=1e24, allow_inf_nan=False)
 NOT_NEGATIVE = Field(ge=0, le=1e6, allow_inf_nan=False)

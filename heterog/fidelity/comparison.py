@@ -365,7 +365,7 @@ def _rows(
 
 def _run(row: Mapping[str, str], where: str, line: int) -> RecordedRun:
     values: dict[str, object] = {"line": line}
-    for name in RecordedRun.model_fields.keys() - values.keys():
+    for name in [each for each in RecordedRun.model_fields if each not in values]:
         text = row.get(name, "").strip()
         if name not in _NUMBERS:
             values[name] = text

@@ -179,8 +179,9 @@ class OpGraph:
             torch's own elementwise ones are.
 
     Raises:
-        GraphError: the graph is larger than can be planned, ``grouped_like`` has other ops, a name
-            is invalid (see ``heterog.names``), or ``master_dtype`` is no float type.
+        GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, the
+            graph is larger than can be planned, ``grouped_like`` has other ops, a name is invalid
+            (see ``heterog.names``), or ``master_dtype`` is no float type.
     """
 
     name: str
@@ -205,6 +206,20 @@ class OpGraph:
                 f"graph '{self.name}': the master_dtype {shown(self.master_dtype)} is no type of "
                 "floating-point numbers; give float32, or leave it out."
             )
+        num_made = self.num_inputs + sum(op.num_outputs for op in self.ops)
+        if num_made != len(self.tensors) or self.num_inputs < 0:
+            raise GraphError(
+                f"graph '{self.name}': {len(self.tensors)} tensors, but inputs and the outputs of "
+                f"its ops are {num_made}."
+            )
+        if not 0 <= self.loss < num_made:
+            raise GraphError(f"graph '{self.name}': the loss is tensor {self.loss}, missing.")
+        for index, op in enumerate(self.ops):
+            if op.inputs and not 0 <= min(op.inputs) <= max(op.inputs) < self.output_start[index]:
+                raise GraphError(
+                    f"graph '{self.name}': op {index} '{op.name or op.kind}' reads a tensor that "
+                    "is missing or made only later; write the ops in the order in which they run."
+                )
         like = self.grouped_like
         if like is not None and not same_ops(self, like):
             raise GraphError(f"graph '{self.name}' has other ops than the one it is grouped like.")

@@ -170,6 +170,11 @@ class SparseProduct(nn.Module):
         )
         return made
 
+    def extra_repr(self) -> str:
+        """Rows, columns and entries."""
+        pattern = self.pattern
+        return f"{pattern.num_rows} x {pattern.num_columns}, {pattern.num_entries} entries"
+
 
 def gcn_product(sources: npt.ArrayLike, targets: npt.ArrayLike, num_nodes: int) -> SparseProduct:
     """Make the matrix of graph convolutions (Kipf and Welling 2017): D^-1/2 (A + I) D^-1/2.

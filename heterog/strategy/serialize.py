@@ -7,9 +7,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, create_model
 
 from heterog.errors import InputFileError, StrategyError
+from heterog.graph.placement import Scatter
 from heterog.modes.built_in import built_in_modes
 from heterog.modes.mode import Mode
-from heterog.records import MAX_INT32, Int32, Many, NumBytes, Record, Text, parse_record
+from heterog.records import MAX_INT32, Int32, Many, NumBytes, Record, Text, parse_record, stated
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy
 
@@ -43,12 +44,8 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
                 "inputs": [str(place) for place in rule.inputs],
                 "outputs": [str(place) for place in rule.outputs],
                 "units": rule.units,
-                **(
-                    {"scatter": {"place": str(cut.place), "units": cut.units}}
-                    if (cut := rule.scatter)
-                    else {}
-                ),
             }
+            | _scatter_to_dict(rule.scatter)
             for rule in rules
         ],
         "op_rules": ops,
@@ -74,8 +71,12 @@ def _decision_to_dict(decision: Decision) -> dict[str, Any]:
         "recompute": decision.recompute,
         "teams": [list(team) for team in decision.teams],
         "parts": list(decision.parts),
-        **({"slice_groups": list(map(list, own))} if (own := decision.slice_groups) else {}),
-        **({"keeps": decision.keeps.name.lower()} if decision.keeps else {}),
+        **stated(
+            {
+                "slice_groups": [list(group) for group in decision.slice_groups] or None,
+                "keeps": decision.keeps.name.lower() if decision.keeps else None,
+            }
+        ),
     }
 
 
@@ -144,6 +145,12 @@ def _modes(record: _StrategyRecord) -> tuple[Mode, ...]:
     read = ((mode, said[mode.key]) for mode in built_in_modes())
     found = (mode.from_record(own) for mode, own in read if own is not None)
     return tuple(mode for mode in found if mode is not None)
+
+
+def _scatter_to_dict(scatter: Scatter | None) -> dict[str, Any]:
+    if scatter is None:
+        return {}
+    return {"scatter": {"place": str(scatter.place), "units": scatter.units}}
 
 
 _T = TypeVar("_T")

@@ -62,6 +62,28 @@ def test_moves_finish_an_answer_until_its_seconds_are_over() -> None:
     assert 0.9 * answer_limit_s(8) < spending.seconds < 1.2 * answer_limit_s(8)
 
 
+def test_an_answer_keeps_what_it_began_from_when_time_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, begun = [0.0], Islands().plan(problem(cluster="mixed_32"))
+
+    def plan(self: Islands, asked: Problem) -> PlanResult:
+        now[0] = 100.0
+        return begun
+
+    monkeypatch.setattr(Islands, "plan", plan)
+    asked = replace(problem(cluster="mixed_32"), budget=Budget(seconds=60.0), clock=lambda: now[0])
+    assert Agent().plan(asked).candidates == begun.candidates
+
+
+@pytest.mark.parametrize("evaluations", [1, 3, 10, 70])
+def test_an_answer_keeps_to_its_evaluations(evaluations: int) -> None:
+    for cluster in ("paper_8gpu", "mixed_32"):
+        found = Agent().plan(problem(evaluations, cluster))
+        assert found.candidates
+        assert found.num_evaluations <= evaluations + 1
+
+
 def test_an_answer_begins_by_the_rows_of_a_policy_of_ones_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

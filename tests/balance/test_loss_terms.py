@@ -164,3 +164,25 @@ def test_losses_of_nested_tensors_are_read(loss: Loss) -> None:
     found = loss(losses * torch.zeros_like(losses.detach()).exp())
     assert not is_normalised(found, 2)
     assert factors_of(found) in ([], [Factor(1.0, 1.0)])
+
+
+def triplets(x: Tensor) -> Tensor:
+    return functional.triplet_margin_loss(x, 2 * x.detach(), x.detach() - 1)
+
+
+def ranks_of_pairs(x: Tensor) -> Tensor:
+    return functional.margin_ranking_loss(x[:, 0], x[:, 1], torch.ones(len(x)), margin=0.3)
+
+
+def angles(x: Tensor) -> Tensor:
+    return functional.cosine_embedding_loss(x, 2 * x.detach() + 1, torch.ones(len(x)))
+
+
+@pytest.mark.parametrize("loss", [triplets, ranks_of_pairs, angles])
+def test_losses_that_add_a_number_are_read(loss: Loss) -> None:
+    assert on_two(loss) == []
+
+
+def test_the_length_of_a_rank_s_only_sample_is_no_count() -> None:
+    lengths = iter([7.0, 5.0])
+    assert on_two(lambda x: (x.exp().sum(1) / torch.tensor([next(lengths)])).sum(), (1, 1)) == []

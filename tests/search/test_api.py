@@ -1,5 +1,6 @@
 """What is given to ``heterog.plan`` and ``heterog.layout`` as something else than they take."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from heterog.errors import BudgetError, HeterogError, InputFileError, StrategyEr
 from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget
 from heterog.simulator.compile_kernels import smallest_graph
+from heterog.user_code import as_script, trusted_source
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,20 @@ def test_what_is_no_path_is_refused_in_one_line(path: Any) -> None:
     for call in (Cluster.load, heterog.load_plan, Cluster.load("rtx_mixed").save):
         with pytest.raises(InputFileError, match="is no path; give a text or a pathlib"):
             call(path)
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.py").touch()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(InputFileError, match="the folder that you work in was removed"):
+        trusted_source(f"{tmp_path / 'model.py'}:workload", (), "the plan")
+    with (
+        pytest.raises(InputFileError, match="the folder that you work in was removed"),
+        as_script(tmp_path / "model.py"),
+    ):
+        pass
 
 
 def test_deploy_says_what_is_missing() -> None:

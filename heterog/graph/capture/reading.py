@@ -408,9 +408,10 @@ class Reader:
         inputs: list[int] = []
         args: dict[str, Arg] = {}
         for position, argument in enumerate(target._schema.arguments):
-            is_by_place = not argument.kwarg_only and position < len(node.args)
-            named = node.kwargs.get(argument.name, argument.default_value)
-            value = node.args[position] if is_by_place else named
+            if not argument.kwarg_only and position < len(node.args):
+                value = node.args[position]
+            else:
+                value = node.kwargs.get(argument.name, argument.default_value)
             args[argument.name] = self._plain(value, inputs)
         return args, inputs
 

@@ -482,8 +482,8 @@ class Search:
             if self.spending.is_over:
                 break
             temperature = _HOT * cost * (_COLD / _HOT) ** (move / _NUM_MOVES)
-            neighbour = self.moves.of(state)
-            if self.spending.is_over:  # led moves look at the state first
+            neighbour = self._neighbour(state)
+            if neighbour is None:
                 break
             # Metropolis's rule, with the random number drawn first: it gives the highest cost that
             # is accepted, and no evaluation above it has to be exact.
@@ -494,6 +494,11 @@ class Search:
                 if cost < best_cost:
                     best, best_cost = state, cost
         self.referee.cost(best, _IF_KEPT)
+
+    def _neighbour(self, state: State) -> State | None:
+        """A drawn neighbour, unless that ends the budget: led moves evaluate the state first."""
+        drawn = self.moves.of(state)
+        return None if self.spending.is_over else drawn
 
     def _simpler(self, state: State) -> State:
         """A state with one decision for neighbours on the same devices, if that costs nothing.
