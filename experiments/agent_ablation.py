@@ -5,11 +5,12 @@
 Arms: ``trained`` (``--policy``), ``untrained`` (the same network with the analytic prior alone;
 the seed draws its weights, too), ``no_messages`` (trained as ``default`` is, but with the encoder
 ``NoMessages``; ``train_zoo.py`` says how), ``thumb`` (a rule of thumb) and ``uniform`` (all
-fitting candidates are equally likely). Each arm answers once as ``agent`` does, with moves until
-the seconds of an answer are over. In trained arms the shipped policy leads the moves, in
-``untrained`` a policy with random weights; in the other arms moves are blind. ``NAME:rows`` uses
-the policy's rows alone: 64 draws, stages, segments, refining. ``NAME+search`` continues with a
-local search for the CPU seconds, with the same moves.
+fitting candidates are equally likely). Each arm answers once as ``agent`` does: by the policy's
+rows on 5 to 16 devices, by islands on others, then by moves until the seconds are over. In
+trained arms the shipped policy leads the moves, in ``untrained`` a policy with random weights; in
+the other arms moves are blind. ``NAME:rows`` uses the policy's rows alone: 64 draws, stages,
+segments, refining. ``NAME+search`` continues with a local search for the CPU seconds, with the
+same moves.
 """
 
 from collections.abc import Callable

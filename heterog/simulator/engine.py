@@ -15,8 +15,9 @@ Rules, also those of the slow reference in the tests:
   for h_r = the payload's bytes over that link's rate. Its bytes are through a link when the link
   has done all that it has to do by now, or after n_r h_r if that is sooner: n_r operations are
   under way over the link, and share it equally (in proportion to their weights). They are through
-  when the last link is done. What starts later makes no end later that was found before. Alike
-  operations that start together end together, as on real networks and by the referee.
+  when the last link is done. What starts later makes no end later that was found before, so
+  that of operations over one link that begin one after another the first are too early (the
+  referee has their sum). Those that start together end together, as on real networks.
 - Communication slows compute (*drag*): every byte takes seconds of compute from the members
   (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly
   from the operation's start to its end. If an op already runs when communication starts, the next
