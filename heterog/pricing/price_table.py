@@ -395,6 +395,7 @@ class PriceTable:
         group_seconds: Seconds of (each group's forward ops, all its ops) by device type and
             samples.  # [2, num_types, samples, num_groups]
         reduced_bytes: Bytes of each group's gradients that are summed.  # [num_groups]
+        gathered_bytes: Bytes of the parameters of these gradients.  # [num_groups]
     """
 
     def __init__(
@@ -412,9 +413,14 @@ class PriceTable:
         known = beside.pricer if beside else None
         self.pricer: ChannelPricer = known or ChannelPricer(cost_model, cluster)
         self._channel_prices: dict[int | bytes, ChannelPrices] = {}
-        reduced = np.where(tables.gradient_domain != Domain.NOBODY, tables.gradient_bytes, 0.0)
-        bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
-        self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
+        self.reduced_bytes, self.gathered_bytes = (
+            np.bincount(
+                tables.parameter_group,
+                sizes * (tables.gradient_domain != Domain.NOBODY),
+                tables.num_groups,
+            ).astype(np.float64)
+            for sizes in (tables.gradient_bytes, tables.parameter_bytes)
+        )
         if beside and beside._tables is tables:
             of_ops = "_op_seconds", "_update_seconds", "_copy_fixed_s", "_copy_s_per_byte"
             for name in ("models", *of_ops, "group_seconds", "_is_priced"):

@@ -73,7 +73,8 @@ def floor_s(prices: PriceTable, choice: Choice) -> float:
     if len(reduced):
         payload, ring = prices.reduced_bytes[reduced], ring[reduced]
         load = _load(prices, rings.first_channel[ring], payload)
-        load += _load(prices, rings.second_channel[ring], payload)
+        gathered = np.where(choice.sharded[reduced], prices.gathered_bytes[reduced], payload)
+        load += _load(prices, rings.second_channel[ring], gathered)
         member = rings.member[ring[payload > 0.0]] > 0
         first = (member * forward).max(1).min(initial=np.inf)
         if np.isfinite(first):

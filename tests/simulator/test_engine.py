@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Link
@@ -52,6 +52,8 @@ def test_equals_the_slow_reference(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.3, 1.5))
+@example(seed=100200, share=1.0)  # slices are gathered in another dtype than gradients are summed
+@example(seed=101160, share=1.0)
 @settings(max_examples=cases(150, 30), deadline=None)
 def test_gives_up_only_what_is_slower_than_the_limit(seed: int, share: float) -> None:
     rng = Random(seed)
