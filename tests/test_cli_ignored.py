@@ -51,6 +51,10 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
             "--models is given twice; names go into one, with commas.",
         ),
         (["check", "--ranks", "2", "--ranks", "3", "none.py"], "there is no script"),
+        (
+            ["evaluate", "none.pt", "--models", "vgg19", "--clusters", "--models"],
+            "unknown cluster '--models'",
+        ),
         (["check", "--shares", "3,1", "--shares", "1,3", "none.py"], "there is no script"),
         (["check", "none.py", "--lr", "1", "--lr", "2"], "there is no script"),
     ],

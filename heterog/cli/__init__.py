@@ -28,11 +28,7 @@ import heterog
 from heterog.cli import calibrate, check, compare, listing, plan, run, schedule, train
 from heterog.cli.common import INTERRUPTED, interrupts_told
 from heterog.cli.once import EachOnce
-from heterog.cli.outputs import (
-    errors_spelled,
-    outputs_checked,
-    standard_streams,
-)
+from heterog.cli.outputs import errors_spelled, outputs_checked, standard_streams
 from heterog.cli.run_file import FromRunFile
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.user_code import working_folder

@@ -16,9 +16,9 @@ class EachOnce(TyperCommand):
         Raises:
             HeterogError: an option with names in commas stands twice.
         """
-        given = [each.partition("=")[0] for each in args]
-        for option in () if ctx.resilient_parsing else filter(_is_one_list, self.params):
-            if sum(each in option.opts for each in given) > 1:
+        given = [] if ctx.resilient_parsing else self.make_parser(ctx).parse_args([*args])[2]
+        for option in filter(_is_one_list, self.params):
+            if given.count(option) > 1:
                 name = max(option.opts, key=len)
                 raise HeterogError(f"{name} is given twice; names go into one, with commas.")
         return super().parse_args(ctx, args)
