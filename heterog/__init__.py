@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from heterog.search.plan import Plan, load_plan
     from heterog.strategy.strategy import Strategy
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = [
     "Balancer",
     "Cluster",
