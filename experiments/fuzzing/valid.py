@@ -124,7 +124,7 @@ def check_graph(graph: OpGraph, cluster: Cluster) -> None:
 def check_plan(plan: Plan) -> None:
     """A plan that can be lowered, shown and exported, with an order that can be run."""
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
-    order = list(plan.task_order)
+    order = plan.task_order.tolist()
     need(
         sorted(order) == list(range(program.num_tasks)) and program.hash == plan.program_hash,
         "its order is no permutation of its tasks",

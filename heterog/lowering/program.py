@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -213,12 +213,18 @@ class Program:
         reader = np.repeat(np.arange(self.num_tasks, dtype=np.int32), counts)
         return self.buffer_maker[self.read_buffer], reader
 
+    def senders(self, transfers: npt.NDArray[np.integer[Any]]) -> IntArray:
+        """Device that sends each of some transfers.  # [number of transfers]"""
+        first = np.array([channel.devices[0] for channel in self.channels], np.int32)
+        found: IntArray = first[self.channel[transfers]]
+        return found
+
     def dependencies(self, task: int) -> list[int]:
         """Tasks that must be done before ``task`` may start."""
         reads = self.read_buffer[self.read_start[task] : self.read_start[task + 1]]
         return sorted({int(maker) for maker in self.buffer_maker[reads]})
 
-    def read_too_early(self, order: Sequence[int]) -> tuple[int, int] | None:
+    def read_too_early(self, order: Sequence[int] | IntArray) -> tuple[int, int] | None:
         """The first pair (task, maker of its input) in the wrong order; ``None`` if there is none.
 
         Args:
@@ -242,10 +248,9 @@ class Program:
                 value = _IN_HASH[value]
             if isinstance(value, np.ndarray) and each.name not in ("channel", "turn"):
                 digest.update(np.ascontiguousarray(value).tobytes())
-        for number in self.channel:
-            if number >= 0:
-                channel = self.channels[number]
-                digest.update(f"{channel.kind}{channel.devices}{channel.slices}".encode())
+        said = [f"{each.kind}{each.devices}{each.slices}".encode() for each in self.channels]
+        for number in self.channel[self.channel >= 0].tolist():
+            digest.update(said[number])
         if self.op_rules:
             digest.update(repr(self.op_rules).encode())
         if self.codecs:

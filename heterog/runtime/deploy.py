@@ -19,7 +19,7 @@ from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.python_state import random_states, same_draws
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
-from heterog.lowering.program import FloatArray, TaskKind
+from heterog.lowering.program import FloatArray, IntArray, TaskKind
 from heterog.modes.on_ranks import RankMode
 from heterog.runtime.accelerators import is_accelerated, keep_freed_memory, rank_device
 from heterog.runtime.step.alike import (
@@ -250,13 +250,13 @@ class DeployedStep:
         self,
         captured: CapturedStep,
         seen: RankProgram,
-        task_order: Sequence[int],
-        sent_before: Sequence[tuple[int, int]] = (),
+        task_order: Sequence[int] | IntArray,
+        sent_before: Sequence[tuple[int, int]] | IntArray = (),
     ) -> StepExecutor:
         """Make the executor that runs a program on this rank's part of the model."""
         share_constants(captured, self.device)
         self.communicator.open(device_sets(seen.program, seen.strategy))
-        order = step_order(seen, task_order, clips=self._clips)
+        order = step_order(seen, task_order, clips=self._clips, own=True)
         return self.executor_of(captured, seen, order, sent_before)
 
     def executor_of(
@@ -264,7 +264,7 @@ class DeployedStep:
         captured: CapturedStep,
         seen: RankProgram,
         order: StepOrder,
-        sent_before: Sequence[tuple[int, int]],
+        sent_before: Sequence[tuple[int, int]] | IntArray,
         read_parameter: Callable[[int], Tensor] | None = None,
     ) -> StepExecutor:
         """Make an executor of a program as this rank sees it.

@@ -36,8 +36,8 @@ class IssuedStep:
     """
 
     program: Program
-    task_order: tuple[int, ...]
-    sent_before: tuple[tuple[int, int], ...]
+    task_order: IntArray  # [num_tasks]
+    sent_before: IntArray  # [number of such transfers, 2]
 
 
 class Rehearse(Protocol):
@@ -55,9 +55,9 @@ class Rehearse(Protocol):
         """
 
 
-MOST_WRITTEN = 2_000_000
+MOST_WRITTEN = 32_000_000
 """Most ops, on all devices and in all micro-batches of a step, for which a plan holds an order:
-a minute of work and a hundred megabytes."""
+two minutes of work and some hundred megabytes."""
 
 _MADE_AT_ONCE = 100_000
 """Most tasks of a step for which an order is made only to count its turns."""
@@ -122,7 +122,7 @@ def issued_step(evaluator: Evaluator, strategy: Strategy, order: Order) -> Issue
     tasks = issue_order(program, start, finish)
     return IssuedStep(
         program=program,
-        task_order=tuple(tasks.tolist()),
+        task_order=tasks,
         sent_before=sends_by_op(program, start, finish, tasks),
     )
 
@@ -152,7 +152,7 @@ def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntA
 
 def sends_by_op(
     program: Program, start: FloatArray, finish: FloatArray, order: IntArray
-) -> tuple[tuple[int, int], ...]:
+) -> IntArray:
     """The op before which a sender releases each transfer, if all goes as planned.
 
     Without it, a rank that is faster than planned would run ahead of its receivers and hold more
@@ -166,14 +166,13 @@ def sends_by_op(
 
     Returns:
         (transfer of a value, the first op on its source device that begins after it has ended),
-        for each transfer with such an op.
+        for each transfer with such an op.  # [number of them, 2]
     """
     is_op = program.kind[order] <= LAST_OP_KIND
     ops_in_order = order[is_op]
     place = np.argsort(order)
     sends = np.flatnonzero(program.kind == TaskKind.SEND)
-    first = np.array([channel.devices[0] for channel in program.channels], np.int32)
-    source = first[program.channel[sends]]
+    source = program.senders(sends)
     found = np.full(len(sends), -1, np.int64)
     for device in np.unique(source):
         ops = ops_in_order[program.device[ops_in_order] == device]
@@ -183,7 +182,7 @@ def sends_by_op(
         found[own[has_later]] = ops[number[has_later]]
     is_pair = found >= 0
     is_pair[is_pair] = place[found[is_pair]] > place[sends[is_pair]]
-    return tuple(zip(sends[is_pair].tolist(), found[is_pair].tolist(), strict=True))
+    return np.stack([sends[is_pair], found[is_pair]], axis=1).astype(np.int32)
 
 
 def _announce_ahead(program: Program, start: FloatArray, moment: FloatArray) -> None:

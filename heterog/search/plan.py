@@ -23,9 +23,11 @@ from heterog.garbage import settled
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.lowering import lower
+from heterog.lowering.program import IntArray
 from heterog.methods.planner import ENDLESS, Budget, Planner, Problem, Spending, Stop
 from heterog.pricing.device_models.parameters import shipped_peak_errors
 from heterog.pricing.intervals import Interval, PeakErrors
+from heterog.records import packed
 from heterog.search.allotment import Allotment
 from heterog.search.background import BackgroundPlan, plan_background
 from heterog.search.cheapest import CheapestSearch
@@ -110,8 +112,8 @@ class Plan:
     cluster: Cluster
     strategy: Strategy
     order: str
-    task_order: tuple[int, ...]
-    sent_before: tuple[tuple[int, int], ...]
+    task_order: IntArray  # [num_tasks]
+    sent_before: IntArray  # [number of such transfers, 2]
     program_hash: str
     outcome: str
     step_time_s: float | None
@@ -292,8 +294,8 @@ class Plan:
             "heterog_version": heterog.__version__,
             "source": self.graph.source,
             "program_hash": self.program_hash,
-            "task_order": list(self.task_order),
-            "sent_before": [list(pair) for pair in self.sent_before],
+            "task_order": packed(self.task_order),
+            "sent_before": packed(self.sent_before),
             "cluster_description": self.cluster.to_dict(),
             "graph": graph_to_dict(self.graph),
             "history": [asdict(each) for each in self.history],
@@ -334,8 +336,8 @@ def load_plan(path: str | Path) -> Plan:
         cluster=cluster,
         strategy=strategy,
         order=row.order,
-        task_order=tuple(record.task_order),
-        sent_before=tuple((send, op) for send, op in record.sent_before),
+        task_order=record.task_order,
+        sent_before=record.sent_before,
         program_hash=record.program_hash,
         outcome=row.outcome,
         step_time_s=row.step_time_s,
@@ -503,8 +505,8 @@ def plan_from_rows(
         cluster=cluster,
         strategy=strategy,
         order=row.order,
-        task_order=() if step is None else step.task_order,
-        sent_before=() if step is None else step.sent_before,
+        task_order=np.zeros(0, np.int32) if step is None else step.task_order,
+        sent_before=np.zeros((0, 2), np.int32) if step is None else step.sent_before,
         program_hash="" if step is None else step.program.hash,
         outcome=row.outcome,
         step_time_s=row.step_time_s,

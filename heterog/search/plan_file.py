@@ -15,13 +15,13 @@ from pydantic import BeforeValidator, Field
 from heterog.errors import BudgetError, InputFileError
 from heterog.files import read_json
 from heterog.lowering import lower
-from heterog.lowering.program import LAST_OP_KIND, TaskKind
+from heterog.lowering.program import LAST_OP_KIND, IntArray, TaskKind
 from heterog.methods.planner import Budget
 from heterog.names import shown
 from heterog.pricing.intervals import PeakErrors
 from heterog.records import (
     Int32,
-    Many,
+    Integers,
     Name,
     PositiveSeconds,
     Record,
@@ -50,6 +50,7 @@ _ROOM = {"peak_intervals_bytes": 1.0, "fit_probability": 1e-6}
 _COMPUTED = ("throughput_samples_per_s", "gains", "cost_per_step", *_OF_BACKGROUND, *_ROOM)
 """Fields that are computed again when a file is read; the others are copies."""
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
+_NO_PAIRS = np.zeros((0, 2), np.int32)
 
 
 _ROWS_FOLLOW = ("model", "cluster", "lower_bound_s", "batch_size", "seed", "cost_per_step")
@@ -95,8 +96,8 @@ class PlanRecord(Record):
     strategy: dict[str, Any]
     background: dict[str, Any] | None = None  # plans of earlier versions have none
     program_hash: _Hash | Literal[""]
-    task_order: Many[Int32]
-    sent_before: Many[_Pair] = Field(default_factory=list)  # plans of earlier versions have none
+    task_order: Annotated[IntArray, Integers(Int32)]
+    sent_before: Annotated[IntArray, Integers(_Pair, (2,))] = _NO_PAIRS  # not in early plans
     history: Annotated[list[MethodHistory], Field(max_length=1000)] = Field(default_factory=list)
     objective: Objective | None = None
     offers: Annotated[list[Offer], Field(max_length=1000)] = Field(default_factory=list)
@@ -170,18 +171,17 @@ def _row_fault(row: MethodRow) -> str:
 
 def _order_fault(record: PlanRecord) -> str:
     """Fault of the order: a task not listed once, or before one it waits for; empty if none."""
-    order = np.array(record.task_order, np.int64)
-    num_tasks = len(order)
+    order, num_tasks = record.task_order, len(record.task_order)
     if not record.program_hash:  # of a step of too many tasks
         return "field 'task_order' is of no program" if num_tasks else ""
     if not num_tasks or order.max(initial=0) >= num_tasks:
         return f"field 'task_order' names a task that is none of its {num_tasks:,}"
     if (np.bincount(order, minlength=num_tasks) != 1).any():
         return f"field 'task_order' does not hold each of {num_tasks:,} tasks once"
-    place = np.argsort(order)
-    for number, (send, op) in enumerate(record.sent_before):
-        if max(send, op) >= num_tasks or place[send] >= place[op]:
-            return f"field 'sent_before.{number}' names tasks that do not follow each other"
+    place = np.append(np.argsort(order), num_tasks)
+    send, op = place[np.minimum(record.sent_before, num_tasks)].T
+    if (wrong := np.flatnonzero((send >= op) | (op >= num_tasks))).size:
+        return f"field 'sent_before.{wrong[0]}' names tasks that do not follow each other"
     return ""
 
 
@@ -233,14 +233,16 @@ def program_fault(plan: "Plan") -> str:
     if (early := program.read_too_early(plan.task_order)) is not None:
         task, needed = early
         return f"field 'task_order' has task {task} before task {needed}, whose result it reads"
-    for number, (send, op) in enumerate(plan.sent_before):
-        is_send = program.kind[send] == TaskKind.SEND
-        if not is_send or program.kind[op] > LAST_OP_KIND:
-            return f"field 'sent_before.{number}' is not a transfer and an op"
-        if program.channels[int(program.channel[send])].devices[0] != program.device[op]:
-            return (
-                f"field 'sent_before.{number}' has an op that does not run where it is sent from"
-            )
+    send, op = plan.sent_before.T
+    wrong = (program.kind[send] != TaskKind.SEND) | (program.kind[op] > LAST_OP_KIND)
+    if wrong.any():
+        return f"field 'sent_before.{wrong.argmax()}' is not a transfer and an op"
+    elsewhere = program.senders(send) != program.device[op]
+    if elsewhere.any():
+        return (
+            f"field 'sent_before.{elsewhere.argmax()}' has an op that does not run where it is "
+            "sent from"
+        )
     return ""
 
 

@@ -96,6 +96,8 @@ def test_three_steps_and_a_flush_are_one_legal_sequence(seed: int, clips: bool) 
     for rank in ALL:
         own = order.for_rank(part_of(strategy, rank))
         assert [task for _, task in sequence(own, 3) if task < 0] == sums
+        tasks, seen = plan_of(graph, strategy).task_order, part_of(strategy, rank)
+        assert step_order(seen, tasks, clips=clips, own=True).for_rank(seen) == own
 
 
 def test_with_a_step_barrier_the_order_is_the_plans() -> None:

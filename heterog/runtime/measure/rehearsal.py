@@ -15,6 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,14 @@ from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules.indexing import BAGS
-from heterog.lowering.program import FIRST_LINK_KIND, OP_KINDS, Program, TaskKind, op_row
+from heterog.lowering.program import (
+    FIRST_LINK_KIND,
+    OP_KINDS,
+    IntArray,
+    Program,
+    TaskKind,
+    op_row,
+)
 from heterog.lowering.tables import graph_tables
 from heterog.methods.planner import TimeUp
 from heterog.modes.mode import fault_of_modes
@@ -207,9 +215,9 @@ def rehearse(
     captured: CapturedStep,
     strategy: Strategy,
     program: Program,
-    task_order: Sequence[int],
+    task_order: Sequence[int] | IntArray,
     *,
-    sent_before: Sequence[tuple[int, int]] = (),
+    sent_before: Sequence[tuple[int, int]] | IntArray = (),
     clips: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> str:
@@ -246,10 +254,10 @@ def _play(make: Callable[[], "Stage"]) -> str:
     return stage.play()
 
 
-def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
+def _wrong_order(program: Program, task_order: Sequence[int] | IntArray) -> str:
     """Why an order cannot be followed: it lacks tasks, or has one before its inputs."""
     num_tasks = program.num_tasks
-    if sorted(task_order) != list(range(num_tasks)):
+    if not np.array_equal(np.sort(task_order), np.arange(num_tasks)):
         return f"the order lists {len(task_order)} tasks, not each of the {num_tasks} once"
     early = program.read_too_early(task_order)
     if early is None:
@@ -265,8 +273,8 @@ class Stage:
         captured: CapturedStep,
         strategy: Strategy,
         program: Program,
-        task_order: Sequence[int],
-        sent_before: Sequence[tuple[int, int]],
+        task_order: Sequence[int] | IntArray,
+        sent_before: Sequence[tuple[int, int]] | IntArray,
         clips: bool,
         check: Callable[[], None],
     ) -> None:
@@ -318,7 +326,7 @@ class Stage:
         self,
         seen: RankProgram,
         ops: Mapping[int, LocalOp],
-        sent_before: Sequence[tuple[int, int]],
+        sent_before: Sequence[tuple[int, int]] | IntArray,
         clips: bool,
     ) -> None:
         """Make the executor of a rank, or the executors of all its batches under way."""

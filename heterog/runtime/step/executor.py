@@ -10,6 +10,7 @@ parameters.
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.grouped import grouped
-from heterog.lowering.program import OP_KINDS, Program, TaskKind
+from heterog.lowering.program import OP_KINDS, IntArray, Program, TaskKind
 from heterog.modes.mode import Traffic
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.compiled import Compiler
@@ -66,7 +67,7 @@ class StepExecutor:
         rank: RankState,
         order: StepOrder,
         *,
-        sent_before: Sequence[tuple[int, int]] = (),
+        sent_before: Sequence[tuple[int, int]] | IntArray = (),
         read_parameter: Callable[[int], Tensor] | None = None,
         max_grad_norm: float | None = None,
         loss_scale: LossScale | None = None,
@@ -102,11 +103,9 @@ class StepExecutor:
         self._interpreter = Interpreter(
             rank, self._values, self._losses, self._conversions, begins_backward
         )
-        self._sent_before = grouped(
-            (task, send)
-            for send, task in sent_before
-            if part.channel(send).devices[0] == part.rank
-        )
+        pairs = np.array(sent_before, np.int32).reshape(-1, 2)
+        own = pairs[self.program.senders(pairs[:, 0]) == part.rank].tolist()
+        self._sent_before = grouped((task, send) for send, task in own)
         self._open: StepUpdates | None = None
         self._before: StepUpdates | None = None
         self._step: StepUpdates | None = None

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from heterog.lowering.program import OP_KINDS, TaskKind
+from heterog.lowering.program import OP_KINDS, IntArray, TaskKind, early_reductions
 from heterog.runtime.step.rank_program import RankProgram
 
 LOSS = -1
@@ -56,13 +57,16 @@ class StepOrder(NamedTuple):
         )
 
 
-def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> StepOrder:
+def step_order(
+    part: RankProgram, task_order: Sequence[int] | IntArray, *, clips: bool, own: bool = False
+) -> StepOrder:
     """The order of all tasks of all ranks.
 
     Args:
         part: The program; the result does not depend on the rank.
         task_order: Order of tasks of the plan.
         clips: Whether all updates come after the norm of all gradients.
+        own: Whether turns may be left out in which this rank takes no part.
 
     With a step barrier this is the plan's order; clipping moves the updates to the end. Without
     one, tasks that wait for gradients move into the next step: the tasks that make the new value
@@ -75,7 +79,12 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
     """
     together = not part.graph.updates_elementwise
     # Label counts have no inputs: they come first on every rank, so that the loss finds them.
-    tasks = sorted((int(task) for task in task_order), key=lambda task: not part.is_early(task))
+    planned, is_early = np.array(task_order), np.zeros(part.program.num_tasks, np.bool_)
+    is_early[list(early_reductions(part.program, part.tables))] = True
+    if own and part.strategy.step_barrier:
+        planned = planned[(part.is_mine | _is_part_of_loss(part))[planned]]
+    early = is_early[planned]
+    tasks: list[int] = np.concatenate([planned[early], planned[~early]]).tolist()
     kinds = part.kinds
     if part.strategy.step_barrier:
         order = tasks
@@ -127,12 +136,18 @@ def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
 
 def _with_loss(part: RankProgram, tasks: Sequence[int]) -> list[int]:
     """Insert the sum of the loss after the last of its parts."""
-    program = part.program
-    rows = np.flatnonzero(part.tables.op_id == part.loss_op())
-    is_part = (program.kind == TaskKind.COMPUTE) & np.isin(program.subject, rows)
-    parts = set(np.flatnonzero(is_part).tolist())
+    parts = set(np.flatnonzero(_is_part_of_loss(part)).tolist())
     after = 1 + max(position for position, task in enumerate(tasks) if task in parts)
     return [*tasks[:after], LOSS, *tasks[after:]]
+
+
+def _is_part_of_loss(part: RankProgram) -> npt.NDArray[np.bool_]:
+    """Whether each task makes a part of the loss.  # [num_tasks]"""
+    program = part.program
+    rows = np.flatnonzero(part.tables.op_id == part.loss_op())
+    is_part: npt.NDArray[np.bool_] = np.isin(program.subject, rows)
+    is_part &= program.kind == TaskKind.COMPUTE
+    return is_part
 
 
 def _makers(part: RankProgram, end: Sequence[int]) -> dict[tuple[int, int], int]:
