@@ -113,10 +113,6 @@ class StepExecutor:
         self._pieces: dict[tuple[DueTask, int, bool], list[Piece]] = {}
         self._strides: dict[int, tuple[int, ...]] = {}  # of the batches, if steps are compiled
         self._kind = part.kinds
-        self._action = [_ACTIONS.get(kind) for kind in part.kinds]
-        # As lists: single elements are looked up for every task of every step.
-        self._subject: list[int] = self.program.subject.tolist()
-        self._micro: list[int] = self.program.micro.tolist()
         # With a barrier all parameters are complete when a step begins.
         is_late = not (self._is_alone and part.strategy.step_barrier)
         self._segments = Segments(
@@ -320,9 +316,9 @@ class StepExecutor:
         recorder = self._updates.recorder
         if recorder is not None:
             recorder.begin_task(task)
-        act = self._action[task]
+        act = _ACTION[self._kind[task]]
         assert act is not None
-        act(self, task, self._subject[task], self._micro[task], step)
+        act(self, task, self.part.subjects[task], self.part.micros[task], step)
         if recorder is not None:
             recorder.end_task(task)
 
@@ -407,11 +403,13 @@ _ACTIONS: Mapping[TaskKind, _Action] = {
 }
 """Runs a task of each kind; takes the executor, the task, its subject, its micro-batch and the
 state of the step."""
+_ACTION = [_ACTIONS.get(kind) for kind in TaskKind]
+# By number: members of an enum are slow keys in Python 3.11.
 
 
 def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
     """Device sets of the collectives in a program, and those that modes add."""
-    used = {int(number) for number in program.channel if number >= 0}
+    used = np.unique(program.channel[program.channel >= 0]).tolist()
     found = {
         program.channels[number].devices for number in used if program.channels[number].kind != 0
     }

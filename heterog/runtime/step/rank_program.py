@@ -229,6 +229,8 @@ class RankProgram:
         needs: Inputs of each op, as it needs them.
         tables: The graph in flat arrays.
         kinds: Kind of each task of the program.
+        subjects: What each task works on.
+        micros: Micro-batch of each task.
         num_micro: Number of micro-batches of the step.
         micro_begin: First sample of each micro-batch.
         value_of: Value of each tensor that owns its memory, by tensor id.
@@ -246,7 +248,7 @@ class RankProgram:
         buckets: All buckets of the program whose parameters are updated in slices (ZeRO).
         sliced: Buckets that this rank updates in slices, by number.
         sliced_of_tensor: Buckets of ``sliced`` by tensor id of their parameters.
-        is_mine: Whether this rank takes part in each task of the program.
+        is_mine: Whether this rank takes part in each task of the program.  # [num_tasks]
         message_of: Transfer or collective of a message, by the task that encodes or decodes it.
         is_converted: Whether each buffer holds the result of a conversion.
     """
@@ -296,6 +298,8 @@ class RankProgram:
         self.sliced_of_tensor: dict[int, SlicedBucket] = {}
         # As lists: single elements are looked up for every task.
         self.kinds = [_KINDS[kind] for kind in program.kind.tolist()]
+        self.subjects: list[int] = program.subject.tolist()
+        self.micros: list[int] = program.micro.tolist()
         self._read_start: list[int] = program.read_start.tolist()
         self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
@@ -355,11 +359,10 @@ class RankProgram:
             )
         )
         member = np.array([rank in channel.devices for channel in program.channels], np.bool_)
-        is_mine = np.where(
+        self.is_mine = np.where(
             program.kind < FIRST_LINK_KIND, program.device == rank, member[program.channel]
         )
-        self.is_mine: list[bool] = is_mine.tolist()
-        gathers = (program.kind == TaskKind.GATHER_VALUE) & is_mine
+        gathers = (program.kind == TaskKind.GATHER_VALUE) & self.is_mine
         self._gathered_slots = frozenset(program.subject[gathers].tolist())
 
     def spans_of_task(self, task: int, op: int) -> Spans | None:

@@ -29,6 +29,7 @@ from itertools import groupby
 from types import CodeType, MethodType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_list
@@ -106,7 +107,7 @@ class Segments:
         part = self.part
         if part.program.num_devices == 1:
             return frozenset()
-        mine = (task for task, is_mine in enumerate(part.is_mine) if is_mine)
+        mine = np.flatnonzero(part.is_mine).tolist()
         outside = (t for t in mine if self._way(DueTask(t, False)) is not _Way.COMPILED)
         return frozenset(b for task in outside for b in part.reads(task))
 
