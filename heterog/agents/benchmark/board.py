@@ -38,7 +38,7 @@ from heterog.agents.benchmark.statistics import (
 from heterog.agents.benchmark.tiles import placed_s
 from heterog.errors import InputFileError
 from heterog.files import cannot_write, decoded
-from heterog.garbage import settled
+from heterog.garbage import give_back_memory, settled
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
@@ -170,6 +170,7 @@ class Board:
                     line = self._line(entry, pair.pair, Evaluator(replace(graph), cluster), seed)
                     shared.append(line)
                     report(line)
+                    give_back_memory()
                 shared.release(run)
 
     @settled()
