@@ -1,5 +1,6 @@
 """Methods go on where they were, time goes where it pays, and large plans say what they lack."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 import heterog.search.issue_order as issue_order
+from heterog import records
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
-from heterog.errors import StrategyError
+from heterog.errors import InputFileError, StrategyError
 from heterog.explain.explanation import explain
 from heterog.export import make_export
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program, TaskKind
@@ -291,6 +293,22 @@ def test_a_step_of_too_many_tasks_is_planned_but_not_run(
     assert len(lines) <= 15
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].startswith(f"{plan.graph.name} on paper_8gpu: ")
+
+
+def test_a_large_plan_packs_its_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(records, "_MOST_LISTED", 5)
+    plan = make_plan(mlp(), Cluster.load("paper_8gpu"), methods=["model_parallel"], budget="20e")
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again.is_written
+    assert len(again.sent_before)
+    np.testing.assert_array_equal(again.task_order, plan.task_order)
+    np.testing.assert_array_equal(again.sent_before, plan.sent_before)
+    document = json.loads((tmp_path / "plan.json").read_text())
+    document["task_order"] = document["sent_before"]
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(InputFileError, match="field 'task_order'"):
+        load_plan(tmp_path / "plan.json")
 
 
 def slow_sends_by_op(
