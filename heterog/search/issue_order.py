@@ -55,9 +55,9 @@ class Rehearse(Protocol):
         """
 
 
-MOST_WRITTEN = 32_000_000
+MOST_WRITTEN = 16_000_000
 """Most ops, on all devices and in all micro-batches of a step, for which a plan holds an order:
-two minutes of work and some hundred megabytes."""
+half a minute of work and 5 GB of memory to make, as much for each rank to read."""
 
 _MADE_AT_ONCE = 100_000
 """Most tasks of a step for which an order is made only to count its turns."""
