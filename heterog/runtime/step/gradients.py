@@ -21,7 +21,7 @@ from heterog.modes.mode import MessageCodec
 from heterog.runtime.step.collectives import Communicator, Pending, add_in_place, slice_counts
 from heterog.runtime.step.rank_program import Near
 from heterog.runtime.step.rank_state import RankState
-from heterog.runtime.step.recipes import Recipe
+from heterog.runtime.step.recipes import Recipe, followed
 from heterog.runtime.step.slices import SlicedBucket
 from heterog.runtime.step.spans import Spans
 from heterog.runtime.step.values import Values
@@ -145,23 +145,22 @@ class Gradients:
     def _keep(self, row: int, near: Near, spans: Spans | None, micro: int) -> Recipe | None:
         """Keep a gradient, which a collective may still have to complete."""
         values, tensor = self._values, self._part.graph.updates[row][2]
-        reader = values.reader(spans, micro)
-        ((_, buffer),) = near.items()
-        held = values.held[buffer]
-
-        # Sums over micro-batches and devices change it in place, maybe before others wait for it.
-        rows = self._part.parameters_of_value[next(iter(near))[0]]
+        (((value, whole), buffer),) = near.items()
+        held, seen = (
+            values.held[buffer],
+            values.look(tensor, whole, near, values.reader(spans, micro)),
+        )
+        rows = self._part.parameters_of_value[value]
         is_late = isinstance(held.value, Pending)
-        copies = len(rows) > 1 if is_late else row != rows[0]
-
-        def gradient() -> Tensor:
-            return values.gradient(tensor, near, held, reader, copies=copies)
-
+        if len(rows) > 1 if is_late else row != rows[0]:
+            # Sums over micro-batches and devices change it in place, maybe before others wait.
+            seen.then(Tensor.clone)
         if is_late:
-            self.keep_row(row, micro, Pending(None, gradient))
+            # The buffer may have been dropped by then.
+            self.keep_row(row, micro, Pending(None, lambda: followed(held.tensor(), seen.steps)))
             return None
-        value, recipe = values.noted(gradient)
-        self.keep_row(row, micro, value)
+        gradient, recipe = values.first_read(seen)
+        self.keep_row(row, micro, gradient)
         return recipe
 
     def keep_row(self, row: int, micro: int, kept: Tensor | Pending) -> None:

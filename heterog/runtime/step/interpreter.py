@@ -1,8 +1,7 @@
-"""Runs ops one by one, as in a first step, and notes how each of them reads its inputs."""
+"""Runs ops one by one, as in a first step, and finds how each of them reads its inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from heterog.runtime.step.values import HeldValue, Reader, Values
 
 @dataclass(slots=True, kw_only=True)
 class NotedOp:
-    """A task that runs an op: what it does, and how it read its inputs when it last ran.
+    """A task that runs an op: what it does, and how it reads its inputs.
 
     Attributes:
         local_op: The op.
@@ -35,8 +34,9 @@ class NotedOp:
         own_buffers: Inputs, by position, that it must not change.
         is_special: Whether it needs more of the step than its inputs, so that it cannot be in a
             segment.
-        inputs: Recipe of each input; ``None`` if reading it took more than views and cuts.
-        gradients: Rows of ``graph.updates`` whose gradients it made, and how they were read.
+        inputs: Recipe of each input; empty before it has run.
+        gradients: Rows of ``graph.updates`` whose gradients it made, and how they were read;
+            ``None`` if they were under way.
     """
 
     local_op: LocalOp
@@ -49,7 +49,7 @@ class NotedOp:
     is_incomplete: bool
     own_buffers: tuple[int, ...]
     is_special: bool
-    inputs: list[Recipe | None] = field(default_factory=list)
+    inputs: list[Recipe] = field(default_factory=list)
     gradients: list[tuple[int, Recipe | None]] = field(default_factory=list)
 
     @property
@@ -59,8 +59,8 @@ class NotedOp:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its recipes are complete, and it is not special."""
-        return not self.is_special and None not in self.recipes
+        """Whether its recipes are simple, and it is not special."""
+        return not self.is_special and all(each and each.is_simple for each in self.recipes)
 
 
 class Interpreter:
@@ -148,13 +148,16 @@ class Interpreter:
                 del values.held[buffer]
 
     def _inputs(self, task: int, noted: NotedOp) -> list[Tensor]:
-        """Read an op's inputs, and note how."""
-        values, near, inputs = self._values, self._part.near(task), []
-        noted.inputs = []
-        for need in self._part.needs[noted.local_op.index]:
-            value, recipe = values.noted(partial(values.read, need, near, noted.reader))
-            inputs.append(value.clone() if need.position in noted.own_buffers else value)
-            noted.inputs.append(recipe)
+        """Read an op's inputs; the way is the same in every step."""
+        values, needs = self._values, self._part.needs[noted.local_op.index]
+        if noted.inputs:
+            inputs = [values.follow(recipe) for recipe in noted.inputs]
+        else:
+            near = self._part.near(task)
+            read = [values.first_read(values.read(need, near, noted.reader)) for need in needs]
+            inputs, noted.inputs = [value for value, _ in read], [recipe for _, recipe in read]
+        for position in noted.own_buffers:
+            inputs[position] = inputs[position].clone()
         return inputs
 
     def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor], number: int) -> list[Tensor]:

@@ -28,6 +28,7 @@ from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS, positions
 from heterog.graph.sparse_pattern import Rows
 from heterog.runtime.accelerators import has_flash_attention
+from heterog.runtime.step.recipes import Step
 from heterog.runtime.step.spans import ProductOfRows, Span, nested, unit_rows, window_rows
 from heterog.runtime.step.special_ops import (
     ATTENTION,
@@ -424,7 +425,7 @@ class LocalOp:
             dim=dim, rows=tuple(map(rows, rule.inputs, self.call.inputs)), made=made, own=own
         )
 
-    def as_view(self, output: int, share: Share) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    def as_view(self, output: int, share: Share) -> Step:
         """A function that makes an output from the op's only input, and its other arguments."""
         kernel = self.kernel(share)
         first, *others = kernel.positional

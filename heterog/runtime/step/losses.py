@@ -52,7 +52,7 @@ class Losses:
             else:
                 counts = spans.first(micro) == part.rank
         if counts:
-            self.total += seen.value.reshape(()) / (1 if is_sum else part.num_micro)
+            self.total += self._values.follow(seen).reshape(()) / (1 if is_sum else part.num_micro)
 
     def keep_label_weight(self, value: int, pending: Pending) -> None:
         """Keep the weight of all labels, which is still being summed."""
@@ -100,11 +100,9 @@ class Losses:
     def _weight(self, op: int, local_op: LocalOp, reader: Reader | None = None) -> Tensor:
         """Weight of a reader's labels, or of all labels."""
         call, inputs = local_op.call, self._part.graph.ops[op].inputs
-        given = positions(call, "target", "weight")
-        found = (self._known(op, position, inputs[position], reader) for position in given)
+        given, needs = positions(call, "target", "weight"), self._part.needs[op]
+        if reader is None:
+            found = [self._values.from_batch(inputs[each]) for each in given]
+        else:
+            found = [self._values.known(needs[each], reader) for each in given]
         return weight_of_labels(call, *found)
-
-    def _known(self, op: int, position: int, tensor: int, reader: Reader | None) -> Tensor:
-        """An input of the loss that depends on the batch only, before its own op runs."""
-        whole = self._values.from_batch(tensor)
-        return whole if reader is None else self._values.cut_whole(whole, op, position, reader)

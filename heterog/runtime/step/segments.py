@@ -1,6 +1,6 @@
 """Generates code for a rank's ops between two points of communication.
 
-The first step is interpreted, op by op, and notes how each op reads its inputs. From then on
+The first step is interpreted, op by op, and finds how each op reads its inputs. From then on
 consecutive ops are one function of generated Python, straight-line code on local variables:
 
     v0 = batch[c0]
@@ -114,8 +114,8 @@ class Segments:
     def likes(self) -> Mapping[int, Like]:
         """Properties of each buffer that ops read, as in the first step."""
         recipes = (recipe for noted in self.noted.values() for recipe in noted.recipes)
-        held = (each for each in recipes if each is not None and each.begin is Begin.HELD)
-        return {each.key: each.like for each in held}
+        simple = (each for each in recipes if each is not None and each.is_simple)
+        return {each.key: each.like for each in simple if each.begin is Begin.HELD}
 
     def pieces(self, turns: Sequence[DueTask], *, apart: bool) -> list[Piece]:
         """Cut turns into segments and single turns between them.
@@ -320,7 +320,7 @@ class _Writer:
         for send in self._given.sent_before.get(task, ()):
             wait = outer.constant(self._given.rank.communicator.wait_for_send)
             outer.add(f"{wait}({outer.constant(send)})")
-        inputs = [self._read(recipe) for recipe in noted.inputs if recipe is not None]
+        inputs = [self._read(recipe) for recipe in noted.inputs]
         kernel = noted.local_op.kernel(noted.share)
         given = [self._argument(each, inputs) for each in kernel.positional]
         given += [f"{name}={self._argument(v, inputs)}" for name, v in kernel.keywords.items()]
@@ -405,7 +405,7 @@ class _Writer:
 
     def _read(self, recipe: Recipe) -> str:
         """An expression that follows a recipe."""
-        begin, key, like, steps, _ = recipe
+        begin, key, like = recipe.begin, recipe.key, recipe.like
         constant = self._outer.constant
         if begin is Begin.HELD:
             text = self._names.get(key, "")
@@ -431,7 +431,7 @@ class _Writer:
                 stays = begin is not Begin.BATCH and self._given.read_parameter is None
                 self._inputs[name] = text, like, stays
                 text = name
-        for number, (function, arguments) in enumerate(steps, 1):
+        for number, (function, arguments) in enumerate(recipe.steps, 1):
             others = "".join(f", {self._inner.constant(each)}" for each in arguments)
             text = f"{self._inner.constant(function)}({text}{others})"
             view = _part_of(recipe, number)
