@@ -359,12 +359,9 @@ class Gradients:
             parameter.shape, dtype=self._part.gradient_dtype(row), device=parameter.device
         )
         codec = self._part.program.codec_of(task)
-        if codec is None:
-            pending = self._communicator.receive(like, src, task)
-        else:
-            pending = self._coming[task] = decoded(
-                self._communicator, like, src, task, codec, into=like
-            )
+        pending = decoded(self._communicator, like, src, task, codec)
+        if codec is not None:
+            self._coming[task] = pending
         if is_served:
             self._pushed.setdefault(row, []).append(pending)
         elif self._part.scatters_by_micro(row):
@@ -463,29 +460,28 @@ class Gradients:
 
 def decoded(
     communicator: Communicator,
-    like: Tensor,
+    into: Tensor,
     src: int,
     task: int,
-    codec: MessageCodec,
-    *,
-    into: Tensor,
+    codec: MessageCodec | None,
 ) -> Pending:
-    """Receive the message of a tensor, decode it and copy the result.
+    """Receive a tensor, or its message, which is decoded.
 
     Args:
         communicator: Receives the message.
-        like: A tensor with the number of elements and the dtype of the one encoded.
+        into: Tensor that it is written to.
         src: Rank that sends.
         task: The transfer.
-        codec: Codec of the message.
-        into: Tensor that the result is copied to.
+        codec: Codec of the message, if it has one.
     """
-    size = codec.message_bytes(like.numel(), like.element_size())
-    message = torch.empty(size, dtype=torch.uint8, device=like.device)
+    if codec is None:
+        return communicator.receive(into, src, task)
+    size = codec.message_bytes(into.numel(), into.element_size())
+    message = torch.empty(size, dtype=torch.uint8, device=into.device)
     received = communicator.receive(message, src, task)
 
     def finish() -> Tensor:
-        into.copy_(codec.decode(received.wait(), like.numel(), like.dtype).view(like.shape))
+        into.copy_(codec.decode(received.wait(), into.numel(), into.dtype).view(into.shape))
         return into
 
     return Pending(None, finish)

@@ -26,12 +26,10 @@ class NotedOp:
         local_op: The op.
         share: This rank's share of it.
         reader: This rank as a reader, with the op's samples and units.
-        micro: The micro-batch.
         units: Part of its outputs.
         draws_for: Rank whose random numbers it draws; ``None`` if every rank draws the same.
         is_again: Whether the op runs a second time in the step (recomputation).
         is_incomplete: Whether its team has to complete its output.
-        own_buffers: Inputs, by position, that it must not change.
         is_special: Whether it needs more of the step than its inputs, so that it cannot be in a
             segment.
         inputs: Recipe of each input; empty before it has run.
@@ -42,12 +40,10 @@ class NotedOp:
     local_op: LocalOp
     share: Share
     reader: Reader
-    micro: int
     units: Span
     draws_for: int | None
     is_again: bool
     is_incomplete: bool
-    own_buffers: tuple[int, ...]
     is_special: bool
     inputs: list[Recipe] = field(default_factory=list)
     gradients: list[tuple[int, Recipe | None]] = field(default_factory=list)
@@ -149,15 +145,19 @@ class Interpreter:
 
     def _inputs(self, task: int, noted: NotedOp) -> list[Tensor]:
         """Read an op's inputs; the way is the same in every step."""
-        values, needs = self._values, self._part.needs[noted.local_op.index]
+        values, graph, inputs = self._values, self._part.graph, []
         if noted.inputs:
-            inputs = [values.follow(recipe) for recipe in noted.inputs]
-        else:
-            near = self._part.near(task)
-            read = [values.first_read(values.read(need, near, noted.reader)) for need in needs]
-            inputs, noted.inputs = [value for value, _ in read], [recipe for _, recipe in read]
-        for position in noted.own_buffers:
-            inputs[position] = inputs[position].clone()
+            return [values.follow(recipe) for recipe in noted.inputs]
+        for need in self._part.needs[noted.local_op.index]:
+            seen = values.read(need, self._part.near(task), noted.reader)
+            kind = graph.tensors[graph.storage[need.tensor]].kind
+            if noted.is_again and kind == TensorKind.BUFFER:
+                # A copy, because BatchNorm would update its statistics again.
+                seen.then(Tensor.clone)
+                seen.is_simple = False
+            value, recipe = values.first_read(seen)
+            inputs.append(value)
+            noted.inputs.append(recipe)
         return inputs
 
     def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor], number: int) -> list[Tensor]:
@@ -169,7 +169,9 @@ class Interpreter:
         if not local_op.is_random:
             return local_op(inputs, noted.share)
         # Seeded by the op's identity, so that recomputation draws the same numbers.
-        with self._rank.random.drawing(number, local_op.index, noted.micro, rank=noted.draws_for):
+        with self._rank.random.drawing(
+            number, local_op.index, noted.reader.micro, rank=noted.draws_for
+        ):
             return local_op(inputs, noted.share)
 
     def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
@@ -182,25 +184,16 @@ class Interpreter:
         if part.is_recut[row]:  # its team cuts the outputs anew: all of the axis
             units = 0, part.spans_of_value(int(part.tables.value_start[row])).units
         is_incomplete = local_op.is_incomplete(share)
-        graph = part.graph
-        own_buffers = tuple(  # copied, because BatchNorm would update its statistics again
-            position
-            for position, tensor in enumerate(graph.ops[op].inputs)
-            if is_again and graph.tensors[graph.storage[tensor]].kind == TensorKind.BUFFER
-        )
         return NotedOp(
             local_op=local_op,
             share=share,
             reader=reader,
-            micro=micro,
             units=units,
             draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
             is_again=is_again,
             is_incomplete=is_incomplete,
-            own_buffers=own_buffers,
             is_special=bool(
-                own_buffers
-                or local_op.counts_steps
+                local_op.counts_steps
                 or local_op.is_of_whole_batch
                 or local_op.weighs_labels
                 or local_op.steps_buffers

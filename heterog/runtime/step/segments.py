@@ -169,7 +169,7 @@ class Segments:
         for turn in turns:
             noted = self.noted.get(turn.task)
             if noted is not None:
-                op, micro = noted.local_op.index, noted.micro
+                op, micro = noted.local_op.index, noted.reader.micro
                 name = layer_of(self.part.graph.ops[op].module)
                 is_border = name != now or turn.task in waiting
                 if (op, micro) in done or (is_border and len(parts[-1]) >= LEAST_OF_A_LAYER):
@@ -252,6 +252,7 @@ class _Writer:
 
     def __init__(self, given: Segments, turns: Sequence[DueTask], *, compiles: bool) -> None:
         self._given, self._tasks = given, [turn.task for turn in turns]
+        self._all_tasks = frozenset(self._tasks)
         self._compiles = compiles
         self._outer = _Body()
         self._inner = _Body() if compiles else self._outer
@@ -261,13 +262,9 @@ class _Writer:
         self._outputs: dict[str, bool] = {}  # and whether each is sent
         self._names: dict[int, str] = {}  # of buffers in local variables
         self._num_names = 0
-        self._op_reads: Counter[int] = Counter()  # of each buffer in this segment
         self._last_reader: dict[int, int] = {}  # in this segment
         for task in self._tasks:
-            reads = given.part.reads(task)
-            self._last_reader |= dict.fromkeys(reads, task)
-            if given.part.kinds[task] in OP_KINDS:
-                self._op_reads.update(reads)
+            self._last_reader |= dict.fromkeys(given.part.reads(task), task)
         noted = [given.noted[task] for task in self._tasks if task in given.noted]
         self._read_again = _read_again(recipe for each in noted for recipe in each.recipes)
         self._views: dict[_View, str] = {}  # in local variables
@@ -334,7 +331,7 @@ class _Writer:
         self._made.update(kept)
         indent = ""
         if noted.local_op.is_random:
-            which = ", ".join(map(outer.constant, (noted.local_op.index, noted.micro)))
+            which = ", ".join(map(outer.constant, (noted.local_op.index, noted.reader.micro)))
             stream, rank = map(outer.constant, (self._given.rank.random.drawing, noted.draws_for))
             outer.add(f"with {stream}(number, {which}, rank={rank}):")
             indent = "    "
@@ -354,7 +351,7 @@ class _Writer:
         """Keep an op's outputs for readers outside of the segment, and its gradients."""
         values, constant = self._given.values, self._outer.constant
         for buffer in kept:
-            if values.num_value_reads(buffer) > self._op_reads[buffer]:
+            if not self._all_tasks.issuperset(values.value_readers(buffer)):
                 name = value = self._names[buffer]
                 share = f"{constant(noted.reader.samples)}, {constant(noted.units)}"
                 if self._compiles and buffer in self._given.likes:
@@ -372,10 +369,10 @@ class _Writer:
                 self._inner.add(f"{name} = {gradient}")
                 self._outputs[name] = self._given.part.program.num_devices > 1
                 gradient = name
-            if self._given.part.is_own(row, noted.micro):
+            if self._given.part.is_own(row, noted.reader.micro):
                 self._after.append(f"step.gradients.own[{constant(row)}] = {gradient}")
                 continue
-            where = f"{constant(row)}, {constant(noted.micro)}"
+            where = f"{constant(row)}, {constant(noted.reader.micro)}"
             self._after.append(f"step.gradients.keep_row({where}, {gradient})")
         for buffer in kept:
             if buffer not in self._last_reader:

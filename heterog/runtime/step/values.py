@@ -104,8 +104,7 @@ class Values:
         self._buffers = rank.buffers
         self.device = rank.device
         self._last_reader: dict[int, int] = {}  # of each buffer that is ever read
-        self._num_value_reads: dict[int, int] = {}  # by tasks that read it from ``held``
-        self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
+        self._value_readers: dict[int, list[int]] = {}  # tasks that read it from ``held``
         self._position: dict[int, int] = {}
         kinds = part.kinds
         for position, task in enumerate(tasks):
@@ -117,8 +116,7 @@ class Values:
             for buffer in part.reads(task):
                 self._last_reader[buffer] = task
                 if reads_values:
-                    self._num_value_reads[buffer] = self.num_value_reads(buffer) + 1
-                    self._last_op[buffer] = position
+                    self._value_readers.setdefault(buffer, []).append(task)
         # Places of parameters in their buckets.
         self._span: dict[int, slice] = {}
         buckets = {id(bucket): bucket for bucket in part.sliced_of_tensor.values()}
@@ -179,16 +177,17 @@ class Values:
         """Whether a task on this rank reads a buffer."""
         return buffer in self._last_reader
 
-    def num_value_reads(self, buffer: int) -> int:
-        """Number of this rank's tasks that read a buffer's value from ``held``."""
-        return self._num_value_reads.get(buffer, 0)
+    def value_readers(self, buffer: int) -> Sequence[int]:
+        """This rank's ops and conversions that read a buffer from ``held``, in order."""
+        return self._value_readers.get(buffer, ())
 
     def is_needed_after(self, task: int, buffer: int) -> bool:
         """Whether an op or conversion on this rank reads a buffer after a task.
 
         Updates do not count: they read the summed gradient.
         """
-        return self._last_op.get(buffer, -1) > self._position[task]
+        readers = self.value_readers(buffer)
+        return bool(readers) and self._position[readers[-1]] > self._position[task]
 
     def is_last_reader(self, task: int, buffer: int) -> bool:
         """Whether no task on this rank reads a buffer after a task that does."""
