@@ -118,29 +118,30 @@ class Gradients:
         self._num_stepped: dict[int, int] = {}  # parameters of each bucket
         self._summed: dict[int, Tensor] = {}  # views of buckets that are summed, by row
 
-    def keep(self, task: int, spans: Spans | None, micro: int) -> list[tuple[int, Recipe | None]]:
-        """Keep the gradients that an op has made; returns their rows and recipes."""
+    def keep(
+        self, task: int, spans: Spans | None, micro: int, *, gathered_by: int = -1
+    ) -> list[tuple[int, Recipe | None]]:
+        """Keep the gradients that a task has made; returns their rows and recipes.
+
+        Args:
+            task: The task.
+            spans: Spans of the op that makes them.
+            micro: The micro-batch.
+            gathered_by: The slot whose gather, the task, has completed them; -1 for an op.
+        """
         part, found = self._part, []
         for buffer in part.made(task):
+            if part.program.buffer_device[buffer] != part.rank:
+                continue
             value, whole = part.value_in(buffer)
             for row in part.parameters_of_value.get(value, ()):
-                if not part.gradient_is_converted(row) and part.gives(row, micro):
+                if gathered_by < 0:
+                    is_complete = not part.gradient_is_converted(row)
+                else:
+                    is_complete = part.tables.gradient_slot[row] == gathered_by
+                if is_complete and part.gives(row, micro):
                     found.append((row, self._keep(row, {(value, whole): buffer}, spans, micro)))
         return found
-
-    def keep_gathered(self, task: int, slot: int, micro: int) -> None:
-        """Keep the gradients that a gather has completed."""
-        part = self._part
-        value = int(part.tables.slot_value[slot])
-        for buffer in part.made(task):
-            for row in part.parameters_of_value.get(value, ()):
-                if (
-                    int(part.tables.gradient_slot[row]) == slot
-                    and part.program.buffer_device[buffer] == part.rank
-                    and part.gives(row, micro)
-                ):
-                    spans = part.spans_of_op[part.maker(value)]
-                    self._keep(row, {part.value_in(buffer): buffer}, spans, micro)
 
     def _keep(self, row: int, near: Near, spans: Spans | None, micro: int) -> Recipe | None:
         """Keep a gradient, which a collective may still have to complete."""

@@ -122,7 +122,7 @@ class Interpreter:
             outputs = [outputs[0] * step.loss_scale]
         if local_op.weighs_labels:
             assert spans is not None
-            weight = self._losses.label_weight(op, local_op, spans)
+            weight = self._losses.label_weight(op, spans)
             outputs[0] = outputs[0] / weight
             if self._losses.has_all_labels(op, spans):
                 # No other device to reduce with, and the backward pass reads it.
@@ -162,16 +162,14 @@ class Interpreter:
 
     def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor], number: int) -> list[Tensor]:
         """Outputs of an op for some inputs."""
-        local_op = noted.local_op
+        local_op, micro = noted.local_op, noted.reader.micro
         if local_op.is_of_whole_batch:
             outputs = self._part.graph.outputs[local_op.index]
             return [self._values.from_batch(tensor) for tensor in outputs]
         if not local_op.is_random:
             return local_op(inputs, noted.share)
         # Seeded by the op's identity, so that recomputation draws the same numbers.
-        with self._rank.random.drawing(
-            number, local_op.index, noted.reader.micro, rank=noted.draws_for
-        ):
+        with self._rank.random.drawing(number, local_op.index, micro, rank=noted.draws_for):
             return local_op(inputs, noted.share)
 
     def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
