@@ -15,7 +15,7 @@ from heterog.graph.sparse_pattern import Rows
 from heterog.lowering.program import OP_KINDS, RECUT_KINDS, SLOT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import Share
-from heterog.runtime.step.rank_program import WINDOW, Near, Need, Source, gathered, nearest
+from heterog.runtime.step.rank_program import WINDOW, Near, Need, gathered, nearest
 from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.recipes import Begin, Like, Recipe, Step, followed, shortened
 from heterog.runtime.step.spans import (
@@ -118,13 +118,11 @@ class Values:
                 if reads_values:
                     self._value_readers.setdefault(buffer, []).append(task)
         # Places of parameters in their buckets.
-        self._span: dict[int, slice] = {}
-        buckets = {id(bucket): bucket for bucket in part.sliced_of_tensor.values()}
-        for bucket in buckets.values():
-            for (row, begin), size in zip(bucket.begins().items(), bucket.sizes, strict=True):
-                tensor = part.graph.updates[row][1]
-                if part.sliced_of_tensor.get(tensor) is bucket:
-                    self._span[tensor] = slice(begin, begin + size)
+        self._span = {
+            part.graph.updates[row][1]: slice(begin, begin + size)
+            for bucket in part.sliced.values()
+            for (row, begin), size in zip(bucket.begins().items(), bucket.sizes, strict=True)
+        }
         self.held: dict[int, HeldValue] = {}
         self.batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
@@ -243,8 +241,7 @@ class Values:
             # A whole value that is read as a part of a sum enters the sum once: on the first
             # device, or team. So does a value that all members of a team have alike.
             micro = reader.micro
-            holders = None if seen.made is None else self._part.spans_of_op[seen.made.maker]
-            speaks = spans.speaker(micro, rank, among=holders) == rank
+            speaks = spans.speaker(micro, rank, among=seen.holders) == rank
             if seen.is_part_of_sum:
                 enters = is_ruled or not seen.is_alike_in_team or speaks
             elif seen.is_converted:  # converted only for the devices on which it enters
@@ -427,7 +424,7 @@ class Values:
         # Without a rule each device has a part of its own.
         seen.is_part_in_team = is_part_in_team
         seen.is_converted = is_converted and on_axis.kind == "P"
-        seen.made = None if is_converted else source
+        seen.holders = None if is_converted else spans
         return seen
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
@@ -470,7 +467,7 @@ class Seen:
         is_part_in_team: Whether it is a part of a sum over the team (or, without a team, a
             device's own part of a sum over the batch).
         is_converted: Whether it was a part of a sum, and a conversion has brought the whole.
-        made: Its source, if it is on the devices that made it.
+        holders: Spans of the op that made it, if it is on the devices of that op.
     """
 
     begin: Begin
@@ -483,7 +480,7 @@ class Seen:
     is_alike_in_team: bool = False
     is_part_in_team: bool = False
     is_converted: bool = False
-    made: Source | None = None
+    holders: Spans | None = None
 
     def then(self, function: Callable[..., Tensor], *arguments: Any) -> None:
         """Add a step."""
