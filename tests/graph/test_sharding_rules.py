@@ -273,8 +273,8 @@ def _completed(sample: Sample, pieces: list[list[Tensor]], rank: int) -> tuple[T
 def _on_causal_rows(
     sample: Sample, args: dict[str, Any], tensors: list[Tensor], first: int, units: int
 ) -> tuple[Tensor, ...]:
-    def kernel(given: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
-        return list(sample.run({**args, "is_causal": is_causal}, list(given)))
+    def kernel(given: Sequence[Tensor], instead: Mapping[str, Any]) -> Sequence[Tensor]:
+        return sample.run({**args, **instead}, list(given))
 
     rows = shape_of(sample.call, "query")[2] // units
     return tuple(on_causal_rows(sample.call, kernel, tensors, first * rows))

@@ -1,6 +1,6 @@
 """Attention on devices other than the captured one: the same numbers as the captured kernels."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -62,8 +62,8 @@ def test_rows_of_causal_attention_with_a_mask_that_ends_at_the_last(first: int, 
         refs = {name: TensorRef(at) for at, name in enumerate(names.split())}
         call = OpCall(kind="attention", args=refs, inputs=(), outputs=())
 
-        def kernel(inputs: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
-            return list(function(*inputs, 0.0, False, attn_mask=mask, scale=None))
+        def kernel(inputs: Sequence[Tensor], instead: Mapping[str, Any]) -> list[Tensor]:
+            return list(function(*inputs, 0.0, **instead, scale=None))
 
         return on_masked_rows(call, kernel, given, first)
 

@@ -22,9 +22,9 @@ from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.runtime.measure.rehearsal import _rehearsed_ops, rehearse
 from heterog.runtime.step.local_op import LocalOp
-from heterog.runtime.step.losses import Losses
+from heterog.runtime.step.rank_program import Need
 from heterog.runtime.step.spans import Spans
-from heterog.runtime.step.values import Reader
+from heterog.runtime.step.values import Reader, Values
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Decision
 from tests.runtime.cases import (
@@ -129,10 +129,10 @@ def test_the_whole_batch_in_micro_batches() -> None:
 def labels_read_from_buffers() -> Iterator[None]:
     """As it was: labels are looked for among what ops have made, before any has run."""
 
-    def known(self: Losses, op: int, position: int, tensor: int, reader: Reader) -> Tensor:
-        return self._values.read(self._part.needs[op][position], {}, reader)
+    def known(self: Values, need: Need, reader: Reader) -> Tensor:
+        return self.follow(self.read(need, {}, reader))
 
-    with mock.patch.object(Losses, "_known", known):
+    with mock.patch.object(Values, "known", known):
         yield
 
 

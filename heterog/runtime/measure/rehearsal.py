@@ -42,6 +42,7 @@ from heterog.runtime.step.local_op import LocalOp, Share, local_ops
 from heterog.runtime.step.optimizer import Masters
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.rank_state import RankState
+from heterog.runtime.step.recipes import Step
 from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder, step_order
 from heterog.runtime.step.whole_model import ModelPart
@@ -459,6 +460,10 @@ class _RehearsedOp(LocalOp):
         if made is None:
             made = self._known[key] = self._make(inputs, share)
         return list(made)
+
+    def as_view(self, output: int, share: Share) -> Step:
+        """See ``LocalOp``."""
+        return lambda value: self([value], share)[output], ()
 
     def _make(self, inputs: Sequence[Tensor], share: Share) -> list[Tensor]:
         given = [(tuple(value.shape), value.dtype) for value in inputs]

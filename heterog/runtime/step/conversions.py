@@ -47,7 +47,7 @@ class Conversions:
     Args:
         rank: What the rank runs the program with.
         values: Values of the current step.
-        losses: Loss of the current step; gets the weight of all labels.
+        losses: Loss of the current step; counts all labels.
     """
 
     def __init__(self, rank: RankState, values: Values, losses: Losses) -> None:
@@ -230,8 +230,10 @@ class Conversions:
 
     def _reduce(self, task: int, slot: int, micro: int) -> None:
         part, tensor = self._part, self._tensor(slot)
+        devices = part.channel(task).devices
         if part.is_early(task):
-            self._count_labels(task, slot)
+            value = int(part.tables.slot_value[slot])
+            self._hold(task, HeldValue(self._losses.count_labels(value, devices)))
             return
         samples = EVERY
         if part.program.samples[task] > 0:
@@ -241,23 +243,8 @@ class Conversions:
             local = self._values.zeros(tensor, self._shape(slot, (samples, EVERY, None)))
         else:
             local = own.clone()
-        pending = self._communicator.all_reduce(local.contiguous(), part.channel(task).devices)
+        pending = self._communicator.all_reduce(local.contiguous(), devices)
         self._hold(task, HeldValue(pending, samples))
-
-    def _count_labels(self, task: int, slot: int) -> None:
-        """Find the weight of all labels: alone, or as a sum of each rank's."""
-        part = self._part
-        value = int(part.tables.slot_value[slot])
-        op = part.maker(value)
-        if any(mode.counts_labels_alone for mode in part.strategy.modes):
-            weight = self._losses.whole_label_weight(op, self._ops[op])
-            pending = Pending(None, lambda: weight)
-        else:
-            weight = self._losses.local_label_weight(op, self._ops[op], self._maker(slot))
-            devices = part.channel(task).devices
-            pending = self._communicator.all_reduce(weight.contiguous(), devices)
-        self._losses.keep_label_weight(value, pending)
-        self._hold(task, HeldValue(pending))
 
     def _own(self, task: int) -> Tensor | None:
         """What this rank gives to a collective; ``None`` if it has no part of the value."""

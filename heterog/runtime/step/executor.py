@@ -97,7 +97,7 @@ class StepExecutor:
             [turn.task for turn in self.turns if turn.task >= 0 and not turn.of_step_before],
             read_parameter or self._updates.read,
         )
-        self._losses = Losses(part, self._values)
+        self._losses = Losses(rank, self._values)
         self._conversions = Conversions(rank, self._values, self._losses)
         begins_backward = op_that_begins_backward(part.graph) if loss_scale else None
         self._interpreter = Interpreter(
@@ -351,7 +351,9 @@ class StepExecutor:
 
     def _gather_value(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
         self._conversions.run(task, slot, micro)
-        step.gradients.keep_gathered(task, slot, micro)
+        value = int(self.part.tables.slot_value[slot])
+        spans = self.part.spans_of_op[self.part.maker(value)]
+        step.gradients.keep(task, spans, micro, gathered_by=slot)
 
     def _gather(self, task: int, number: int, micro: int, step: StepUpdates) -> None:
         """Gather the parameters of a bucket, to keep them or for the next ops that read them."""

@@ -21,7 +21,7 @@ from heterog.modes.mode import MessageCodec
 from heterog.runtime.step.collectives import Communicator, Pending, add_in_place, slice_counts
 from heterog.runtime.step.rank_program import Near
 from heterog.runtime.step.rank_state import RankState
-from heterog.runtime.step.recipes import Recipe
+from heterog.runtime.step.recipes import Recipe, followed
 from heterog.runtime.step.slices import SlicedBucket
 from heterog.runtime.step.spans import Spans
 from heterog.runtime.step.values import Values
@@ -118,50 +118,50 @@ class Gradients:
         self._num_stepped: dict[int, int] = {}  # parameters of each bucket
         self._summed: dict[int, Tensor] = {}  # views of buckets that are summed, by row
 
-    def keep(self, task: int, spans: Spans | None, micro: int) -> list[tuple[int, Recipe | None]]:
-        """Keep the gradients that an op has made; returns their rows and recipes."""
+    def keep(
+        self, task: int, spans: Spans | None, micro: int, *, gathered_by: int = -1
+    ) -> list[tuple[int, Recipe | None]]:
+        """Keep the gradients that a task has made; returns their rows and recipes.
+
+        Args:
+            task: The task.
+            spans: Spans of the op that makes them.
+            micro: The micro-batch.
+            gathered_by: The slot whose gather, the task, has completed them; -1 for an op.
+        """
         part, found = self._part, []
         for buffer in part.made(task):
+            if part.program.buffer_device[buffer] != part.rank:
+                continue
             value, whole = part.value_in(buffer)
             for row in part.parameters_of_value.get(value, ()):
-                if not part.gradient_is_converted(row) and part.gives(row, micro):
+                if gathered_by < 0:
+                    is_complete = not part.gradient_is_converted(row)
+                else:
+                    is_complete = part.tables.gradient_slot[row] == gathered_by
+                if is_complete and part.gives(row, micro):
                     found.append((row, self._keep(row, {(value, whole): buffer}, spans, micro)))
         return found
-
-    def keep_gathered(self, task: int, slot: int, micro: int) -> None:
-        """Keep the gradients that a gather has completed."""
-        part = self._part
-        value = int(part.tables.slot_value[slot])
-        for buffer in part.made(task):
-            for row in part.parameters_of_value.get(value, ()):
-                if (
-                    int(part.tables.gradient_slot[row]) == slot
-                    and part.program.buffer_device[buffer] == part.rank
-                    and part.gives(row, micro)
-                ):
-                    spans = part.spans_of_op[part.maker(value)]
-                    self._keep(row, {part.value_in(buffer): buffer}, spans, micro)
 
     def _keep(self, row: int, near: Near, spans: Spans | None, micro: int) -> Recipe | None:
         """Keep a gradient, which a collective may still have to complete."""
         values, tensor = self._values, self._part.graph.updates[row][2]
-        reader = values.reader(spans, micro)
-        ((_, buffer),) = near.items()
-        held = values.held[buffer]
-
-        # Sums over micro-batches and devices change it in place, maybe before others wait for it.
-        rows = self._part.parameters_of_value[next(iter(near))[0]]
+        (((value, whole), buffer),) = near.items()
+        held, seen = (
+            values.held[buffer],
+            values.look(tensor, whole, near, values.reader(spans, micro)),
+        )
+        rows = self._part.parameters_of_value[value]
         is_late = isinstance(held.value, Pending)
-        copies = len(rows) > 1 if is_late else row != rows[0]
-
-        def gradient() -> Tensor:
-            return values.gradient(tensor, near, held, reader, copies=copies)
-
+        if len(rows) > 1 if is_late else row != rows[0]:
+            # Sums over micro-batches and devices change it in place, maybe before others wait.
+            seen.then(Tensor.clone)
         if is_late:
-            self.keep_row(row, micro, Pending(None, gradient))
+            # The buffer may have been dropped by then.
+            self.keep_row(row, micro, Pending(None, lambda: followed(held.tensor(), seen.steps)))
             return None
-        value, recipe = values.noted(gradient)
-        self.keep_row(row, micro, value)
+        gradient, recipe = values.first_read(seen)
+        self.keep_row(row, micro, gradient)
         return recipe
 
     def keep_row(self, row: int, micro: int, kept: Tensor | Pending) -> None:
@@ -360,12 +360,9 @@ class Gradients:
             parameter.shape, dtype=self._part.gradient_dtype(row), device=parameter.device
         )
         codec = self._part.program.codec_of(task)
-        if codec is None:
-            pending = self._communicator.receive(like, src, task)
-        else:
-            pending = self._coming[task] = decoded(
-                self._communicator, like, src, task, codec, into=like
-            )
+        pending = decoded(self._communicator, like, src, task, codec)
+        if codec is not None:
+            self._coming[task] = pending
         if is_served:
             self._pushed.setdefault(row, []).append(pending)
         elif self._part.scatters_by_micro(row):
@@ -464,29 +461,28 @@ class Gradients:
 
 def decoded(
     communicator: Communicator,
-    like: Tensor,
+    into: Tensor,
     src: int,
     task: int,
-    codec: MessageCodec,
-    *,
-    into: Tensor,
+    codec: MessageCodec | None,
 ) -> Pending:
-    """Receive the message of a tensor, decode it and copy the result.
+    """Receive a tensor, or its message, which is decoded.
 
     Args:
         communicator: Receives the message.
-        like: A tensor with the number of elements and the dtype of the one encoded.
+        into: Tensor that it is written to.
         src: Rank that sends.
         task: The transfer.
-        codec: Codec of the message.
-        into: Tensor that the result is copied to.
+        codec: Codec of the message, if it has one.
     """
-    size = codec.message_bytes(like.numel(), like.element_size())
-    message = torch.empty(size, dtype=torch.uint8, device=like.device)
+    if codec is None:
+        return communicator.receive(into, src, task)
+    size = codec.message_bytes(into.numel(), into.element_size())
+    message = torch.empty(size, dtype=torch.uint8, device=into.device)
     received = communicator.receive(message, src, task)
 
     def finish() -> Tensor:
-        into.copy_(codec.decode(received.wait(), like.numel(), like.dtype).view(like.shape))
+        into.copy_(codec.decode(received.wait(), into.numel(), into.dtype).view(into.shape))
         return into
 
     return Pending(None, finish)

@@ -1,8 +1,7 @@
-"""Runs ops one by one, as in a first step, and notes how each of them reads its inputs."""
+"""Runs ops one by one, as in a first step, and finds how each of them reads its inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
@@ -21,35 +20,32 @@ from heterog.runtime.step.values import HeldValue, Reader, Values
 
 @dataclass(slots=True, kw_only=True)
 class NotedOp:
-    """A task that runs an op: what it does, and how it read its inputs when it last ran.
+    """A task that runs an op: what it does, and how it reads its inputs.
 
     Attributes:
         local_op: The op.
         share: This rank's share of it.
         reader: This rank as a reader, with the op's samples and units.
-        micro: The micro-batch.
         units: Part of its outputs.
         draws_for: Rank whose random numbers it draws; ``None`` if every rank draws the same.
         is_again: Whether the op runs a second time in the step (recomputation).
         is_incomplete: Whether its team has to complete its output.
-        own_buffers: Inputs, by position, that it must not change.
         is_special: Whether it needs more of the step than its inputs, so that it cannot be in a
             segment.
-        inputs: Recipe of each input; ``None`` if reading it took more than views and cuts.
-        gradients: Rows of ``graph.updates`` whose gradients it made, and how they were read.
+        inputs: Recipe of each input; empty before it has run.
+        gradients: Rows of ``graph.updates`` whose gradients it made, and how they were read;
+            ``None`` if they were under way.
     """
 
     local_op: LocalOp
     share: Share
     reader: Reader
-    micro: int
     units: Span
     draws_for: int | None
     is_again: bool
     is_incomplete: bool
-    own_buffers: tuple[int, ...]
     is_special: bool
-    inputs: list[Recipe | None] = field(default_factory=list)
+    inputs: list[Recipe] = field(default_factory=list)
     gradients: list[tuple[int, Recipe | None]] = field(default_factory=list)
 
     @property
@@ -59,8 +55,8 @@ class NotedOp:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its recipes are complete, and it is not special."""
-        return not self.is_special and None not in self.recipes
+        """Whether its recipes are simple, and it is not special."""
+        return not self.is_special and all(each and each.is_simple for each in self.recipes)
 
 
 class Interpreter:
@@ -126,7 +122,7 @@ class Interpreter:
             outputs = [outputs[0] * step.loss_scale]
         if local_op.weighs_labels:
             assert spans is not None
-            weight = self._losses.label_weight(op, local_op, spans)
+            weight = self._losses.label_weight(op, spans)
             outputs[0] = outputs[0] / weight
             if self._losses.has_all_labels(op, spans):
                 # No other device to reduce with, and the backward pass reads it.
@@ -148,25 +144,32 @@ class Interpreter:
                 del values.held[buffer]
 
     def _inputs(self, task: int, noted: NotedOp) -> list[Tensor]:
-        """Read an op's inputs, and note how."""
-        values, near, inputs = self._values, self._part.near(task), []
-        noted.inputs = []
+        """Read an op's inputs; the way is the same in every step."""
+        values, graph, inputs = self._values, self._part.graph, []
+        if noted.inputs:
+            return [values.follow(recipe) for recipe in noted.inputs]
         for need in self._part.needs[noted.local_op.index]:
-            value, recipe = values.noted(partial(values.read, need, near, noted.reader))
-            inputs.append(value.clone() if need.position in noted.own_buffers else value)
+            seen = values.read(need, self._part.near(task), noted.reader)
+            kind = graph.tensors[graph.storage[need.tensor]].kind
+            if noted.is_again and kind == TensorKind.BUFFER:
+                # A copy, because BatchNorm would update its statistics again.
+                seen.then(Tensor.clone)
+                seen.is_simple = False
+            value, recipe = values.first_read(seen)
+            inputs.append(value)
             noted.inputs.append(recipe)
         return inputs
 
     def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor], number: int) -> list[Tensor]:
         """Outputs of an op for some inputs."""
-        local_op = noted.local_op
+        local_op, micro = noted.local_op, noted.reader.micro
         if local_op.is_of_whole_batch:
             outputs = self._part.graph.outputs[local_op.index]
             return [self._values.from_batch(tensor) for tensor in outputs]
         if not local_op.is_random:
             return local_op(inputs, noted.share)
         # Seeded by the op's identity, so that recomputation draws the same numbers.
-        with self._rank.random.drawing(number, local_op.index, noted.micro, rank=noted.draws_for):
+        with self._rank.random.drawing(number, local_op.index, micro, rank=noted.draws_for):
             return local_op(inputs, noted.share)
 
     def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
@@ -179,25 +182,16 @@ class Interpreter:
         if part.is_recut[row]:  # its team cuts the outputs anew: all of the axis
             units = 0, part.spans_of_value(int(part.tables.value_start[row])).units
         is_incomplete = local_op.is_incomplete(share)
-        graph = part.graph
-        own_buffers = tuple(  # copied, because BatchNorm would update its statistics again
-            position
-            for position, tensor in enumerate(graph.ops[op].inputs)
-            if is_again and graph.tensors[graph.storage[tensor]].kind == TensorKind.BUFFER
-        )
         return NotedOp(
             local_op=local_op,
             share=share,
             reader=reader,
-            micro=micro,
             units=units,
             draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
             is_again=is_again,
             is_incomplete=is_incomplete,
-            own_buffers=own_buffers,
             is_special=bool(
-                own_buffers
-                or local_op.counts_steps
+                local_op.counts_steps
                 or local_op.is_of_whole_batch
                 or local_op.weighs_labels
                 or local_op.steps_buffers

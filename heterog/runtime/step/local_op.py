@@ -28,9 +28,11 @@ from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS, positions
 from heterog.graph.sparse_pattern import Rows
 from heterog.runtime.accelerators import has_flash_attention
+from heterog.runtime.step.recipes import Step
 from heterog.runtime.step.spans import ProductOfRows, Span, nested, unit_rows, window_rows
 from heterog.runtime.step.special_ops import (
     ATTENTION,
+    Run,
     numbers_of_rows,
     on_causal_rows,
     on_masked_rows,
@@ -324,23 +326,25 @@ class LocalOp:
             return self._of_rows(inputs, units)
         return run_on_windows(self.call, inputs, self._windows(units))
 
-    def _instead(self, kernel: Kernel, changes: Mapping[str, Any]) -> Kernel:
-        """The same call with other values of some arguments."""
+    def _instead(
+        self, kernel: Kernel, inputs: Sequence[Tensor], changes: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Make a call with other values of some arguments."""
         names = [each.name for each in self._schema.arguments if not each.kwarg_only]
         old = zip(names, kernel.positional, strict=True)
         by_name = {name: value for name, value in changes.items() if name not in names}
         return kernel._replace(
             positional=tuple(changes.get(name, value) for name, value in old),
             keywords={**kernel.keywords, **by_name},
-        )
+        )(inputs)
 
     def _specially(self, share: Share, kernel: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the op with the corrections that make it exact on a part of its inputs."""
-        given = list(inputs)
+        given, changes = list(inputs), dict[str, Any]()
         for summand in self._summands(share):
             if summand is None:
                 is_float = isinstance(self.call.args["other"], float)  # which decides the dtype
-                kernel = self._instead(kernel, {"other": 0.0 if is_float else 0})
+                changes["other"] = 0.0 if is_float else 0
             else:
                 given[summand] = torch.zeros_like(given[summand])
         if Special.OWN_ROWS in self.specials:
@@ -348,13 +352,14 @@ class LocalOp:
             first = given[rows].flatten()[:1].sum()  # there may be none
             per_sample = rows_of_sample(self.call, self.along_batch, self.whole.samples)
             given[rows] = given[rows] - (first - first % per_sample)
+        run = partial(self._instead, kernel)
         if Special.CAUSAL_ROWS in self.specials and share.units < self.whole.units:
-            return self._on_causal_rows(given, share, kernel)
+            return self._on_causal_rows(given, share, run)
         if Special.OWN_WORDS in self.specials and share.units < self.whole.units:
-            return self._on_own_words(given, share, kernel)
+            return self._on_own_words(given, share, run)
         if self.is_incomplete(share):
             return [numbers_of_rows(self.call, given)]
-        made = kernel(given)
+        made = run(given, changes) if changes else kernel(given)
         for rule, own_size, whole in zip(
             (self.along_batch, self.along_axis), share[:2], self.whole[:2], strict=True
         ):
@@ -362,34 +367,19 @@ class LocalOp:
                 made[0].mul_(own_size / whole)
         return made
 
-    def _on_causal_rows(
-        self, inputs: Sequence[Tensor], share: Share, kernel: Kernel
-    ) -> list[Tensor]:
+    def _on_causal_rows(self, inputs: Sequence[Tensor], share: Share, run: Run) -> list[Tensor]:
         """Causal attention of the queries of some units, which see keys up to their own."""
-
-        def causal(given: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
-            return self._instead(kernel, {"is_causal": is_causal})(given)
-
-        def masked(given: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
-            return self._instead(kernel, {"is_causal": False, "attn_mask": mask})(given)
-
         (query,) = positions(self.call, "query")
         num_rows = self.call.inputs[query].shape[2]
         first = share.first_unit * num_rows // self.whole.units
         rows = [inputs[place] for place in positions(self.call, "query", "key", "value")]
         has_flash = has_flash_attention(*rows, is_causal=False)
-        if self._target is ATTENTION[self.call.kind] and not has_flash:
-            return on_masked_rows(self.call, masked, inputs, first)
-        return on_causal_rows(self.call, causal, inputs, first)
+        is_masked = self._target is ATTENTION[self.call.kind] and not has_flash
+        on_rows = on_masked_rows if is_masked else on_causal_rows
+        return on_rows(self.call, run, inputs, first)
 
-    def _on_own_words(
-        self, inputs: Sequence[Tensor], share: Share, kernel: Kernel
-    ) -> list[Tensor]:
+    def _on_own_words(self, inputs: Sequence[Tensor], share: Share, run: Run) -> list[Tensor]:
         """Run a look-up, or a choice of labels, on the words of some units."""
-
-        def run(given: Sequence[Tensor], instead: Mapping[str, Any]) -> list[Tensor]:
-            return self._instead(kernel, instead)(given)
-
         place = next(place for place in self.along_axis.inputs if place.kind == "S")
         where = self.along_axis.inputs.index(place)
         per_unit = self.call.inputs[where].shape[place.dim] // self.whole.units
@@ -424,7 +414,7 @@ class LocalOp:
             dim=dim, rows=tuple(map(rows, rule.inputs, self.call.inputs)), made=made, own=own
         )
 
-    def as_view(self, output: int, share: Share) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    def as_view(self, output: int, share: Share) -> Step:
         """A function that makes an output from the op's only input, and its other arguments."""
         kernel = self.kernel(share)
         first, *others = kernel.positional

@@ -5,8 +5,7 @@ from torch import Tensor
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.step.collectives import Pending
-from heterog.runtime.step.local_op import LocalOp
-from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.rank_state import RankState
 from heterog.runtime.step.spans import Spans
 from heterog.runtime.step.special_ops import weight_of_labels
 from heterog.runtime.step.values import Reader, Values
@@ -16,7 +15,7 @@ class Losses:
     """This rank's part of the loss.
 
     Args:
-        part: The program as this rank sees it.
+        rank: What the rank runs the program with.
         values: Values of the step.
 
     Attributes:
@@ -24,8 +23,9 @@ class Losses:
         total: This rank's part of the loss so far, a scalar.
     """
 
-    def __init__(self, part: RankProgram, values: Values) -> None:
-        self._part = part
+    def __init__(self, rank: RankState, values: Values) -> None:
+        part = self._part = rank.part
+        self._communicator = rank.communicator
         self._values = values
         self.op = part.loss_op()
         self._label_weights: dict[int, Pending] = {}
@@ -52,18 +52,32 @@ class Losses:
             else:
                 counts = spans.first(micro) == part.rank
         if counts:
-            self.total += seen.value.reshape(()) / (1 if is_sum else part.num_micro)
+            self.total += self._values.follow(seen).reshape(()) / (1 if is_sum else part.num_micro)
 
-    def keep_label_weight(self, value: int, pending: Pending) -> None:
-        """Keep the weight of all labels, which is still being summed."""
+    def count_labels(self, value: int, devices: tuple[int, ...]) -> Pending:
+        """Find the weight of all labels: alone, or as a sum of each rank's.
+
+        Args:
+            value: The value that holds it.
+            devices: Devices that sum it.
+        """
+        part, op = self._part, self._part.maker(value)
+        if any(mode.counts_labels_alone for mode in part.strategy.modes):
+            # Every rank has the whole batch.
+            weight = self._values.zeros(part.graph.outputs[op][1], ()) + self._weight(op)
+            pending = Pending(None, lambda: weight)
+        else:
+            weight = self._local_label_weight(op, part.spans_of_value(value))
+            pending = self._communicator.all_reduce(weight.contiguous(), devices)
         self._label_weights[value] = pending
+        return pending
 
-    def label_weight(self, op: int, local_op: LocalOp, spans: Spans) -> Tensor:
+    def label_weight(self, op: int, spans: Spans) -> Tensor:
         """Weight of all labels of the batch that count, on all devices together."""
         value = self._part.value_of[self._part.graph.outputs[op][1]]
         if value not in self._label_weights:
             assert self.has_all_labels(op, spans), "the program reduces the label weight first"
-            local = self.local_label_weight(op, local_op, spans, speaks=True)
+            local = self._local_label_weight(op, spans, speaks=True)
             self._label_weights[value] = Pending(None, lambda: local)
         return self._label_weights[value].wait()
 
@@ -73,38 +87,27 @@ class Losses:
         is_split = spans.axis == BATCH_AXIS or self._part.plan.placements[weight].kind == "P"
         return len(spans.devices) == 1 or (spans.num_teams == 1 and not is_split)
 
-    def local_label_weight(
-        self, op: int, local_op: LocalOp, spans: Spans, *, speaks: bool = False
-    ) -> Tensor:
+    def _local_label_weight(self, op: int, spans: Spans, *, speaks: bool = False) -> Tensor:
         """Weight of this rank's labels over all micro-batches.
 
         Members of a team have the same labels: one member counts them, or with ``speaks`` each.
         """
-        part = self._part
-        total = self._values.zeros(part.graph.outputs[op][1], ())
+        part, weight = self._part, self._part.graph.outputs[op][1]
+        total = self._values.zeros(weight, ())
+        is_alike = spans.axis != BATCH_AXIS and part.plan.placements[weight].kind != "P"
         for micro in range(part.num_micro):
             if spans.range(micro, part.rank)[1] == 0:
                 continue
-            is_alike = spans.axis != BATCH_AXIS and (
-                part.plan.placements[part.graph.outputs[op][1]].kind != "P"
-            )
-            if is_alike and not speaks and not spans.speaks(micro, part.rank):
-                continue
-            total += self._weight(op, local_op, self._values.reader(spans, micro))
+            if speaks or not is_alike or spans.speaks(micro, part.rank):
+                total += self._weight(op, self._values.reader(spans, micro))
         return total
 
-    def whole_label_weight(self, op: int, local_op: LocalOp) -> Tensor:
-        """Weight of the labels of the whole batch, which every rank has and can count."""
-        return self._values.zeros(self._part.graph.outputs[op][1], ()) + self._weight(op, local_op)
-
-    def _weight(self, op: int, local_op: LocalOp, reader: Reader | None = None) -> Tensor:
+    def _weight(self, op: int, reader: Reader | None = None) -> Tensor:
         """Weight of a reader's labels, or of all labels."""
-        call, inputs = local_op.call, self._part.graph.ops[op].inputs
-        given = positions(call, "target", "weight")
-        found = (self._known(op, position, inputs[position], reader) for position in given)
+        call, needs = self._part.graph.calls[op], self._part.needs[op]
+        given = [needs[position] for position in positions(call, "target", "weight")]
+        if reader is None:
+            found = [self._values.from_batch(need.tensor) for need in given]
+        else:
+            found = [self._values.known(need, reader) for need in given]
         return weight_of_labels(call, *found)
-
-    def _known(self, op: int, position: int, tensor: int, reader: Reader | None) -> Tensor:
-        """An input of the loss that depends on the batch only, before its own op runs."""
-        whole = self._values.from_batch(tensor)
-        return whole if reader is None else self._values.cut_whole(whole, op, position, reader)

@@ -315,10 +315,7 @@ class Updates:
             )
             return
         like = self.read(tensor).detach()  # waits for an earlier receive that no op has read
-        if codec is not None:
-            self._arriving[tensor] = decoded(self._communicator, like, src, task, codec, into=like)
-            return
-        self._arriving[tensor] = self._communicator.receive(like, src, task)
+        self._arriving[tensor] = decoded(self._communicator, like, src, task, codec)
 
     def encode(self, task: int, row: int) -> None:
         """Encode a new parameter that a replica pulls."""

@@ -1,6 +1,6 @@
-"""Recipes: how an input is read in every step, noted in the first and followed in the others."""
+"""Recipes: how an input is read, found when its op first runs and followed in every step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ class Begin(Enum):
     PARAMETER = 1
     BATCH = 2
     MODEL_BUFFER = 3
+    FOLLOWS_BATCH = 4
+    ZERO = 5
 
 
 class Like(NamedTuple):
@@ -36,41 +38,31 @@ Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 class Recipe(NamedTuple):
-    """How an op's input is read in every step, noted in the first.
+    """How an op's input is read in every step.
 
     Attributes:
-        begin: Whether it begins with a buffer, a parameter, a tensor of the batch, or a buffer of
-            the model.
+        begin: Whether it begins with a buffer, a parameter, a tensor of the batch, a buffer of
+            the model, a tensor that follows from the batch, or a zero of a tensor's dtype.
         key: Number of the buffer, or the tensor's id.
-        like: Properties of the first tensor.
-        steps: Functions of a tensor and their further arguments, in order: views and cuts.
+        steps: Functions of a tensor and their further arguments, in order.
+        is_simple: Whether it takes no more than views and cuts.
+        like: Properties of the first tensor, as in the first step.
         is_view: Whether the result shares the memory of the first tensor.
     """
 
     begin: Begin
     key: int
+    steps: tuple[Step, ...]
+    is_simple: bool
     like: Like
-    steps: tuple["Step", ...]
     is_view: bool
 
 
-class Notes:
-    """Notes of one reading; ``fails`` if it takes more than views and cuts."""
-
-    def __init__(self) -> None:
-        self.begin: tuple[Begin, int, Tensor] | None = None
-        self.steps: list[Step] = []
-        self.fails = False
-
-    def recipe(self, read: Tensor) -> Recipe | None:
-        """The recipe of a tensor that was read; ``None`` if the notes are not complete."""
-        if self.fails or self.begin is None:
-            return None
-        begin, key, value = self.begin
-        like = Like.of(value)
-        is_view = read.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-        steps = shortened(self.steps, like) if is_view else self.steps
-        return Recipe(begin, key, like, tuple(steps), is_view)
+def followed(value: Tensor, steps: Iterable[Step]) -> Tensor:
+    """What the steps of a recipe make of its first tensor."""
+    for function, arguments in steps:
+        value = function(value, *arguments)
+    return value
 
 
 def shortened(steps: Sequence[Step], like: Like) -> list[Step]:

@@ -1,6 +1,6 @@
 """Generates code for a rank's ops between two points of communication.
 
-The first step is interpreted, op by op, and notes how each op reads its inputs. From then on
+The first step is interpreted, op by op, and finds how each op reads its inputs. From then on
 consecutive ops are one function of generated Python, straight-line code on local variables:
 
     v0 = batch[c0]
@@ -115,8 +115,8 @@ class Segments:
     def likes(self) -> Mapping[int, Like]:
         """Properties of each buffer that ops read, as in the first step."""
         recipes = (recipe for noted in self.noted.values() for recipe in noted.recipes)
-        held = (each for each in recipes if each is not None and each.begin is Begin.HELD)
-        return {each.key: each.like for each in held}
+        simple = (each for each in recipes if each is not None and each.is_simple)
+        return {each.key: each.like for each in simple if each.begin is Begin.HELD}
 
     def pieces(self, turns: Sequence[DueTask], *, apart: bool) -> list[Piece]:
         """Cut turns into segments and single turns between them.
@@ -170,7 +170,7 @@ class Segments:
         for turn in turns:
             noted = self.noted.get(turn.task)
             if noted is not None:
-                op, micro = noted.local_op.index, noted.micro
+                op, micro = noted.local_op.index, noted.reader.micro
                 name = layer_of(self.part.graph.ops[op].module)
                 is_border = name != now or turn.task in waiting
                 if (op, micro) in done or (is_border and len(parts[-1]) >= LEAST_OF_A_LAYER):
@@ -253,6 +253,7 @@ class _Writer:
 
     def __init__(self, given: Segments, turns: Sequence[DueTask], *, compiles: bool) -> None:
         self._given, self._tasks = given, [turn.task for turn in turns]
+        self._all_tasks = frozenset(self._tasks)
         self._compiles = compiles
         self._outer = _Body()
         self._inner = _Body() if compiles else self._outer
@@ -262,13 +263,9 @@ class _Writer:
         self._outputs: dict[str, bool] = {}  # and whether each is sent
         self._names: dict[int, str] = {}  # of buffers in local variables
         self._num_names = 0
-        self._op_reads: Counter[int] = Counter()  # of each buffer in this segment
         self._last_reader: dict[int, int] = {}  # in this segment
         for task in self._tasks:
-            reads = given.part.reads(task)
-            self._last_reader |= dict.fromkeys(reads, task)
-            if given.part.kinds[task] in OP_KINDS:
-                self._op_reads.update(reads)
+            self._last_reader |= dict.fromkeys(given.part.reads(task), task)
         noted = [given.noted[task] for task in self._tasks if task in given.noted]
         self._read_again = _read_again(recipe for each in noted for recipe in each.recipes)
         self._views: dict[_View, str] = {}  # in local variables
@@ -321,7 +318,7 @@ class _Writer:
         for send in self._given.sent_before.get(task, ()):
             wait = outer.constant(self._given.rank.communicator.wait_for_send)
             outer.add(f"{wait}({outer.constant(send)})")
-        inputs = [self._read(recipe) for recipe in noted.inputs if recipe is not None]
+        inputs = [self._read(recipe) for recipe in noted.inputs]
         kernel = noted.local_op.kernel(noted.share)
         given = [self._argument(each, inputs) for each in kernel.positional]
         given += [f"{name}={self._argument(v, inputs)}" for name, v in kernel.keywords.items()]
@@ -335,7 +332,7 @@ class _Writer:
         self._made.update(kept)
         indent = ""
         if noted.local_op.is_random:
-            which = ", ".join(map(outer.constant, (noted.local_op.index, noted.micro)))
+            which = ", ".join(map(outer.constant, (noted.local_op.index, noted.reader.micro)))
             stream, rank = map(outer.constant, (self._given.rank.random.drawing, noted.draws_for))
             outer.add(f"with {stream}(number, {which}, rank={rank}):")
             indent = "    "
@@ -355,7 +352,7 @@ class _Writer:
         """Keep an op's outputs for readers outside of the segment, and its gradients."""
         values, constant = self._given.values, self._outer.constant
         for buffer in kept:
-            if values.num_value_reads(buffer) > self._op_reads[buffer]:
+            if not self._all_tasks.issuperset(values.value_readers(buffer)):
                 name = value = self._names[buffer]
                 share = f"{constant(noted.reader.samples)}, {constant(noted.units)}"
                 if self._compiles and buffer in self._given.likes:
@@ -373,10 +370,10 @@ class _Writer:
                 self._inner.add(f"{name} = {gradient}")
                 self._outputs[name] = self._given.part.program.num_devices > 1
                 gradient = name
-            if self._given.part.is_own(row, noted.micro):
+            if self._given.part.is_own(row, noted.reader.micro):
                 self._after.append(f"step.gradients.own[{constant(row)}] = {gradient}")
                 continue
-            where = f"{constant(row)}, {constant(noted.micro)}"
+            where = f"{constant(row)}, {constant(noted.reader.micro)}"
             self._after.append(f"step.gradients.keep_row({where}, {gradient})")
         for buffer in kept:
             if buffer not in self._last_reader:
@@ -406,7 +403,7 @@ class _Writer:
 
     def _read(self, recipe: Recipe) -> str:
         """An expression that follows a recipe."""
-        begin, key, like, steps, _ = recipe
+        begin, key, like = recipe.begin, recipe.key, recipe.like
         constant = self._outer.constant
         if begin is Begin.HELD:
             text = self._names.get(key, "")
@@ -432,7 +429,7 @@ class _Writer:
                 stays = begin is not Begin.BATCH and self._given.read_parameter is None
                 self._inputs[name] = text, like, stays
                 text = name
-        for number, (function, arguments) in enumerate(steps, 1):
+        for number, (function, arguments) in enumerate(recipe.steps, 1):
             others = "".join(f", {self._inner.constant(each)}" for each in arguments)
             text = f"{self._inner.constant(function)}({text}{others})"
             view = _part_of(recipe, number)

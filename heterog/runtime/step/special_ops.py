@@ -242,41 +242,32 @@ ATTENTION: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """Functions that run canonical ops; arguments are in the order of the CPU kernels'."""
 
 
-Kernel = Callable[[Sequence[Tensor], bool], list[Tensor]]
-"""Runs the op on some tensor inputs, with a causal mask or without one."""
-
-MaskedKernel = Callable[[Sequence[Tensor], Tensor], list[Tensor]]
-"""Runs the op on some tensor inputs with a mask."""
-
+_CAUSAL, _FULL = {"is_causal": True}, {"is_causal": False}
 _ROWS = 2  # of queries, keys and values [B, H, S, D]
 
 
-def on_causal_rows(
-    call: OpCall, kernel: Kernel, inputs: Sequence[Tensor], first: int
-) -> list[Tensor]:
+def on_causal_rows(call: OpCall, run: Run, inputs: Sequence[Tensor], first: int) -> list[Tensor]:
     """Run causal attention, or its backward, on some of the queries and all keys.
 
     Args:
         call: The op.
-        kernel: Function that runs the op.
+        run: Its kernel.
         inputs: Its tensor inputs; those that belong to queries hold only the local ones.
         first: Position of the first local query.
 
     Returns:
         The outputs of the op: for queries the local rows, for keys and values parts of a sum.
     """
-    run = _backward if "grad_out" in call.args else _forward
-    return run(call, kernel, list(inputs), first)
+    on_rows = _backward if "grad_out" in call.args else _forward
+    return on_rows(call, run, list(inputs), first)
 
 
-def on_masked_rows(
-    call: OpCall, kernel: MaskedKernel, inputs: Sequence[Tensor], first: int
-) -> list[Tensor]:
+def on_masked_rows(call: OpCall, run: Run, inputs: Sequence[Tensor], first: int) -> list[Tensor]:
     """Like ``on_causal_rows``, with one call of a kernel that takes masks.
 
     Args:
         call: The op.
-        kernel: Function that runs the op with a mask.
+        run: Its kernel, which takes a mask.
         inputs: Its tensor inputs; those that belong to queries hold only the local ones.
         first: Position of the first local query.
     """
@@ -286,19 +277,20 @@ def on_masked_rows(
     from torch.nn.attention.bias import causal_lower_right
 
     seen = first + num
-    made = kernel(_with_keys(call, list(inputs), 0, seen), causal_lower_right(num, seen))
+    masked = {"is_causal": False, "attn_mask": causal_lower_right(num, seen)}
+    made = list(run(_with_keys(call, list(inputs), 0, seen), masked))
     if "grad_out" not in call.args:
         return made
     unseen = [0, 0, 0, rows - seen]
     return [made[0], *(pad(each, unseen) for each in made[1:])]
 
 
-def _forward(call: OpCall, kernel: Kernel, inputs: list[Tensor], first: int) -> list[Tensor]:
+def _forward(call: OpCall, run: Run, inputs: list[Tensor], first: int) -> list[Tensor]:
     (query,) = positions(call, "query")
-    own = kernel(_with_keys(call, inputs, first, inputs[query].shape[_ROWS]), True)
+    own = run(_with_keys(call, inputs, first, inputs[query].shape[_ROWS]), _CAUSAL)
     if first == 0:
-        return own
-    before = kernel(_with_keys(call, inputs, 0, first), False)
+        return list(own)
+    before = run(_with_keys(call, inputs, 0, first), _FULL)
     (out, sums), (earlier, earlier_sums) = own, before
     total = torch.logaddexp(sums, earlier_sums)
     wide = torch.promote_types(out.dtype, total.dtype)
@@ -308,12 +300,12 @@ def _forward(call: OpCall, kernel: Kernel, inputs: list[Tensor], first: int) -> 
     return [torch.empty_like(out).copy_(mixed), total]
 
 
-def _backward(call: OpCall, kernel: Kernel, inputs: list[Tensor], first: int) -> list[Tensor]:
+def _backward(call: OpCall, run: Run, inputs: list[Tensor], first: int) -> list[Tensor]:
     (query,), (key,) = positions(call, "query"), positions(call, "key")
     num, rows = inputs[query].shape[_ROWS], inputs[key].shape[_ROWS]
-    of_query, of_key, of_value = kernel(_with_keys(call, inputs, first, num), True)
+    of_query, of_key, of_value = run(_with_keys(call, inputs, first, num), _CAUSAL)
     if first > 0:
-        earlier = kernel(_with_keys(call, inputs, 0, first), False)
+        earlier = run(_with_keys(call, inputs, 0, first), _FULL)
         of_query = of_query + earlier[0]
         of_key = torch.cat((earlier[1], of_key), _ROWS)
         of_value = torch.cat((earlier[2], of_value), _ROWS)

@@ -1,8 +1,8 @@
 """The values that a rank holds during a step, and how an op's inputs are read from them."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,9 @@ from heterog.graph.sparse_pattern import Rows
 from heterog.lowering.program import OP_KINDS, RECUT_KINDS, SLOT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import Share
-from heterog.runtime.step.rank_program import WINDOW, Near, Need, Source, gathered, nearest
+from heterog.runtime.step.rank_program import WINDOW, Near, Need, gathered, nearest
 from heterog.runtime.step.rank_state import RankState
-from heterog.runtime.step.recipes import Begin, Notes, Recipe
+from heterog.runtime.step.recipes import Begin, Like, Recipe, Step, followed, shortened
 from heterog.runtime.step.spans import (
     EVERY,
     RowSet,
@@ -104,8 +104,7 @@ class Values:
         self._buffers = rank.buffers
         self.device = rank.device
         self._last_reader: dict[int, int] = {}  # of each buffer that is ever read
-        self._num_value_reads: dict[int, int] = {}  # by tasks that read it from ``held``
-        self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
+        self._value_readers: dict[int, list[int]] = {}  # tasks that read it from ``held``
         self._position: dict[int, int] = {}
         kinds = part.kinds
         for position, task in enumerate(tasks):
@@ -117,21 +116,17 @@ class Values:
             for buffer in part.reads(task):
                 self._last_reader[buffer] = task
                 if reads_values:
-                    self._num_value_reads[buffer] = self.num_value_reads(buffer) + 1
-                    self._last_op[buffer] = position
+                    self._value_readers.setdefault(buffer, []).append(task)
         # Places of parameters in their buckets.
-        self._span: dict[int, slice] = {}
-        buckets = {id(bucket): bucket for bucket in part.sliced_of_tensor.values()}
-        for bucket in buckets.values():
-            for (row, begin), size in zip(bucket.begins().items(), bucket.sizes, strict=True):
-                tensor = part.graph.updates[row][1]
-                if part.sliced_of_tensor.get(tensor) is bucket:
-                    self._span[tensor] = slice(begin, begin + size)
+        self._span = {
+            part.graph.updates[row][1]: slice(begin, begin + size)
+            for bucket in part.sliced.values()
+            for (row, begin), size in zip(bucket.begins().items(), bucket.sizes, strict=True)
+        }
         self.held: dict[int, HeldValue] = {}
         self.batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
         self._readers: dict[tuple[Spans | None, int], Reader] = {}
-        self._notes: Notes | None = None  # of the current reading, if it is noted
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
         """Start a step with the global batch, by tensor id."""
@@ -180,16 +175,17 @@ class Values:
         """Whether a task on this rank reads a buffer."""
         return buffer in self._last_reader
 
-    def num_value_reads(self, buffer: int) -> int:
-        """Number of this rank's tasks that read a buffer's value from ``held``."""
-        return self._num_value_reads.get(buffer, 0)
+    def value_readers(self, buffer: int) -> Sequence[int]:
+        """This rank's ops and conversions that read a buffer from ``held``, in order."""
+        return self._value_readers.get(buffer, ())
 
     def is_needed_after(self, task: int, buffer: int) -> bool:
         """Whether an op or conversion on this rank reads a buffer after a task.
 
         Updates do not count: they read the summed gradient.
         """
-        return self._last_op.get(buffer, -1) > self._position[task]
+        readers = self.value_readers(buffer)
+        return bool(readers) and self._position[readers[-1]] > self._position[task]
 
     def is_last_reader(self, task: int, buffer: int) -> bool:
         """Whether no task on this rank reads a buffer after a task that does."""
@@ -200,38 +196,33 @@ class Values:
         dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def noted(self, read: Callable[[], Tensor]) -> tuple[Tensor, Recipe | None]:
-        """Read, and note how; the way is the same in every step.
+    def begin_of(self, begin: Begin, key: int) -> Tensor:
+        """The tensor that a recipe begins with."""
+        if begin is Begin.HELD:
+            return self.held[key].tensor()
+        if begin is Begin.PARAMETER:
+            return self._read_parameter(key)
+        if begin is Begin.FOLLOWS_BATCH:
+            return self.from_batch(key)
+        if begin is Begin.ZERO:
+            return self.zeros(key, ())
+        return self.batch[key] if begin is Begin.BATCH else self._buffers[key]
 
-        Returns:
-            The tensor, and its recipe; ``None`` if it takes more than views and cuts.
-        """
-        notes = self._notes = Notes()
-        try:
-            value = read()
-        finally:
-            self._notes = None
-        return value, notes.recipe(value)
+    def follow(self, way: "Recipe | Seen") -> Tensor:
+        """The tensor that a recipe makes in this step."""
+        return followed(self.begin_of(way.begin, way.key), way.steps)
 
-    def _begins(self, begin: Begin, key: int, value: Tensor) -> Tensor:
-        """Begin with a tensor, and note it."""
-        if self._notes is not None:
-            self._notes.fails |= self._notes.begin is not None
-            self._notes.begin = begin, key, value
-        return value
+    def first_read(self, seen: "Seen") -> tuple[Tensor, Recipe]:
+        """A tensor, and the recipe by which later steps read it."""
+        first = self.begin_of(seen.begin, seen.key)
+        value, like = followed(first, seen.steps), Like.of(first)
+        is_view = value.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        steps = shortened(seen.steps, like) if is_view and seen.is_simple else seen.steps
+        recipe = Recipe(seen.begin, seen.key, tuple(steps), seen.is_simple, like, is_view)
+        return value, recipe
 
-    def _fails(self) -> None:
-        if self._notes is not None:
-            self._notes.fails = True
-
-    def _then(self, function: Callable[..., Tensor], value: Tensor, *arguments: Any) -> Tensor:
-        """Apply a function, and note it."""
-        if self._notes is not None:
-            self._notes.steps.append((function, arguments))
-        return function(value, *arguments)
-
-    def read(self, need: Need, near: Near, reader: Reader) -> Tensor:
-        """A tensor placed as an op on this rank needs it.
+    def read(self, need: Need, near: Near, reader: Reader) -> "Seen":
+        """How a tensor is read, placed as an op on this rank needs it.
 
         Args:
             need: The input of the op.
@@ -239,19 +230,18 @@ class Values:
             reader: This rank, as the op reads.
         """
         if need.on_axis.kind == "H":
-            self._fails()
             return self._window(need, near, reader)
         seen = self.look(need.tensor, need.whole, near, reader)
         spans, rank, is_ruled = reader.spans, self._part.rank, need.is_ruled
         if spans is None:
-            return seen.value
+            return seen
         self._cut_free(seen, need, reader, along_axis=True)
+        enters = True
         if need.in_batch.kind == "P":
             # A whole value that is read as a part of a sum enters the sum once: on the first
             # device, or team. So does a value that all members of a team have alike.
             micro = reader.micro
-            holders = None if seen.made is None else self._part.spans_of_op[seen.made.maker]
-            speaks = spans.speaker(micro, rank, among=holders) == rank
+            speaks = spans.speaker(micro, rank, among=seen.holders) == rank
             if seen.is_part_of_sum:
                 enters = is_ruled or not seen.is_alike_in_team or speaks
             elif seen.is_converted:  # converted only for the devices on which it enters
@@ -260,14 +250,13 @@ class Values:
                 enters = spans.is_in_first_team(micro, rank) and (
                     is_ruled or seen.is_part_in_team or speaks
                 )
-            if not enters:
-                return self._then(torch.zeros_like, seen.value)
         if is_ruled and need.on_axis.kind == "P" and not seen.is_part_in_team:
-            if not spans.speaks(reader.micro, rank):
-                return self._then(torch.zeros_like, seen.value)
-        return seen.value
+            enters = enters and spans.speaks(reader.micro, rank)
+        if not enters:
+            seen.then(torch.zeros_like)
+        return seen
 
-    def _window(self, need: Need, near: Near, reader: Reader) -> Tensor:
+    def _window(self, need: Need, near: Near, reader: Reader) -> "Seen":
         """The rows of a tensor that an op on this rank reads, rows of neighbours included."""
         part, plan, graph = self._part, self._part.plan, self._part.graph
         tensor, place, samples = need.tensor, need.on_axis, reader.samples
@@ -283,7 +272,9 @@ class Values:
         if not plan.is_brought(need.op, need.position, tensor):
             seen = self.look(tensor, need.whole, near, reader)
             self._cut_free(seen, need, reader, along_axis=False)
-            return select(seen.value, place.dim, Rows(0, size), wanted)
+            seen.then(select, place.dim, Rows(0, size), wanted)
+            seen.is_simple = False
+            return seen
         storage = int(graph.storage[tensor])
         value = part.value_of[storage]
         buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
@@ -291,45 +282,27 @@ class Values:
         shape = list(local_shape(whole, need.in_batch, samples[1], reader.all_samples[1]))
         shape[place.dim] = count(wanted)
         if buffer is None:  # this device needs no rows, and has none
-            return self.zeros(tensor, tuple(shape))
+            return _zeros(tensor, shape)
         held = self.held[buffer]
-        result = held.tensor()
+        seen = Seen(Begin.HELD, buffer, is_simple=False)
         if samples != held.samples:
-            result = cut_span(result, plan.batch_placements[storage], held.samples, samples)
+            seen.then(cut_span, plan.batch_placements[storage], held.samples, samples)
         have = rows_held(held, size, reader.all_units)
-        return select(result, plan.placements[storage].dim, have, wanted).reshape(shape)
+        seen.then(select, plan.placements[storage].dim, have, wanted)
+        seen.then(Tensor.reshape, tuple(shape))
+        return seen
 
-    def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
-        """Cut an op's own samples or units out of a whole tensor."""
-        seen = Seen(value)
-        self._cut_free(seen, self._needs[op][position], reader, along_axis=True)
-        return seen.value
+    def known(self, need: Need, reader: Reader) -> Tensor:
+        """A tensor that follows from the batch, cut to an op's own samples or units."""
+        seen = Seen(Begin.FOLLOWS_BATCH, need.tensor)
+        self._cut_free(seen, need, reader, along_axis=True)
+        return self.follow(seen)
 
     def put_back(self, op: int, position: int, value: Tensor, reader: Reader) -> None:
         """Write units of a buffer that an op has updated to the position they were read from."""
         place = self._part.plan.needed[op][position]
         buffer = self._buffers[self._part.graph.ops[op].inputs[position]]
         put(buffer, place, reader.all_units, reader.units[0], value)
-
-    def gradient(
-        self, tensor: int, near: Near, held: HeldValue, reader: Reader, *, copies: bool
-    ) -> Tensor:
-        """A gradient, as made or as gathered, through the views of it.
-
-        Args:
-            tensor: The gradient.
-            near: Buffer that holds it.
-            held: Contents of that buffer, which may have been dropped since.
-            reader: This rank, as the op that made the gradient.
-            copies: Whether it gets memory of its own, because another parameter has the value.
-        """
-        ((_, whole),), (buffer,) = near.keys(), near.values()
-        is_there = buffer in self.held
-        self.held[buffer] = held
-        found = self.look(tensor, whole, near, reader).value
-        if not is_there:
-            del self.held[buffer]
-        return self._then(Tensor.clone, found) if copies else found
 
     def _cut_free(self, seen: "Seen", need: Need, reader: Reader, *, along_axis: bool) -> None:
         """Cut a whole value to an op's own samples or units, if it needs only these."""
@@ -340,32 +313,33 @@ class Values:
             if not seen.has_samples and reader.samples != reader.all_samples:
                 total = reader.all_samples[1]
                 begin, count = reader.samples[0] + reader.first_sample, reader.samples[1]
-                seen.value = self._then(cut, seen.value, in_batch, total, begin, count)
+                seen.then(cut, in_batch, total, begin, count)
             seen.has_samples = True
         if along_axis and need.is_ruled and on_axis.kind == "S" and not seen.has_units:
             if seen.has_samples:
                 on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
-            seen.value = self._then(cut, seen.value, on_axis, reader.all_units, *reader.units)
+            seen.then(cut, on_axis, reader.all_units, *reader.units)
             seen.has_units = True
 
     def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
-        """Read a tensor through the views between it and its value."""
+        """How a tensor is read through the views between it and its value."""
         source = self._sources[tensor]
         if source.maker < 0:
             return self._step_input(tensor, whole, near, reader)
         if not source.is_view:
             return self._value(tensor, whole, near, reader)
-        need = self._needs[source.maker][0]
+        need, local_op = self._needs[source.maker][0], self._ops[source.maker]
         inner = max(whole, need.whole)
         seen = self.look(need.tensor, inner, near, reader)
         if inner == EVERYTHING:  # then the views after it are whole, too
-            return Seen(self._view(source, seen.value, self._ops[source.maker].whole))
+            seen.steps.append(local_op.as_view(source.output, local_op.whole))
+            return Seen(seen.begin, seen.key, seen.steps, seen.is_simple)
         self._cut_free(seen, need, reader, along_axis=inner == AS_MADE)
         share = Share(
             reader.samples[1] if seen.has_samples else reader.all_samples[1],
-            reader.units[1] if seen.has_units else self._ops[source.maker].whole.units,
+            reader.units[1] if seen.has_units else local_op.whole.units,
         )
-        seen.value = self._view(source, seen.value, share)
+        seen.steps.append(local_op.as_view(source.output, share))
         return seen
 
     def from_batch(self, tensor: int) -> Tensor:
@@ -388,36 +362,27 @@ class Values:
         self._from_batch |= dict(zip(graph.outputs[maker], made, strict=True))
         return self._from_batch[tensor]
 
-    def _view(self, source: Source, value: Tensor, share: Share) -> Tensor:
-        """A view of a tensor, which is an output of an op."""
-        local_op = self._ops[source.maker]
-        if self._notes is not None:
-            self._notes.steps.append(local_op.as_view(source.output, share))
-        return local_op([value], share)[source.output]
-
     def _step_input(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
         part, source = self._part, self._sources[tensor]
         bucket = part.sliced_of_tensor.get(tensor)
         if bucket is not None and bucket.stage == 3:
             buffer = near[gathered(bucket.number)]
-            flat = self._begins(Begin.HELD, buffer, self.held[buffer].tensor())
-            value = self._then(operator.getitem, flat, self._span[tensor])
-            shape = self._read_parameter(tensor).shape
-            return Seen(self._then(Tensor.view, value, shape), has_units=source.is_ruled)
+            seen = Seen(Begin.HELD, buffer, has_units=source.is_ruled)
+            seen.then(operator.getitem, self._span[tensor])
+            seen.then(Tensor.view, self._parameters[tensor].shape)
+            return seen
         if tensor in self._parameters:
-            value = self._begins(Begin.PARAMETER, tensor, self._read_parameter(tensor))
-            return Seen(value, has_units=source.is_ruled)
+            return Seen(Begin.PARAMETER, tensor, has_units=source.is_ruled)
         if tensor not in self.batch:
-            return Seen(self._begins(Begin.MODEL_BUFFER, tensor, self._buffers[tensor]))
-        value = self._begins(Begin.BATCH, tensor, self.batch[tensor])
+            return Seen(Begin.MODEL_BUFFER, tensor)
+        seen = Seen(Begin.BATCH, tensor)
         if whole == EVERYTHING or source.on_axis.kind != "S" or reader.spans is None:
-            return Seen(value)
+            return seen
         begin, count = reader.samples
         total = reader.all_samples[1]
-        return Seen(
-            self._then(cut, value, source.on_axis, total, begin + reader.first_sample, count),
-            has_samples=True,
-        )
+        seen.then(cut, source.on_axis, total, begin + reader.first_sample, count)
+        seen.has_samples = True
+        return seen
 
     def _value(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
         """The value in a buffer, cut to the samples and units that the reader needs."""
@@ -433,51 +398,50 @@ class Values:
             # A whole value seen as a partial sum: it is on another device, and zero on this one.
             return self._nothing(tensor, reader)
         held = self.held[buffer]
-        result = self._begins(Begin.HELD, buffer, held.tensor())
+        seen = Seen(Begin.HELD, buffer)
         if whole == EVERYTHING:
-            return Seen(result)
+            return seen
         has_samples = in_batch.kind == "S" and reader.spans is not None
         if has_samples and reader.samples != held.samples:
             (low, owned), (begin, count) = held.samples, reader.samples
-            result = self._then(cut, result, in_batch, owned, begin - low, count)
+            seen.then(cut, in_batch, owned, begin - low, count)
         has_units = is_ruled and on_axis.kind == "S" and whole == AS_MADE
         if has_units and reader.units != held.units:
             if has_samples:
                 on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
             low, owned = (0, reader.all_units) if held.units == EVERY else held.units
             begin, count = reader.units
-            result = self._then(cut, result, on_axis, owned, begin - low, count)
+            seen.then(cut, on_axis, owned, begin - low, count)
         is_converted = part.is_converted[buffer]
         spans = part.spans_of_op[source.maker]
         has_one_team = spans is not None and spans.num_teams == 1  # which has all samples
         is_part_in_team = on_axis.kind == "P" and (
             whole == AS_MADE or part.value_in(buffer)[1] == AS_MADE
         )
-        return Seen(
-            result,
-            has_samples=has_samples,
-            has_units=has_units,
-            is_part_of_sum=in_batch.kind == "P" and not (is_ruled and has_one_team),
-            is_alike_in_team=is_ruled and not is_part_in_team,
-            # Without a rule each device has a part of its own.
-            is_part_in_team=is_part_in_team,
-            is_converted=is_converted and on_axis.kind == "P",
-            made=None if is_converted else source,
-        )
+        seen.has_samples, seen.has_units = has_samples, has_units
+        seen.is_part_of_sum = in_batch.kind == "P" and not (is_ruled and has_one_team)
+        seen.is_alike_in_team = is_ruled and not is_part_in_team
+        # Without a rule each device has a part of its own.
+        seen.is_part_in_team = is_part_in_team
+        seen.is_converted = is_converted and on_axis.kind == "P"
+        seen.holders = None if is_converted else spans
+        return seen
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
         """Zeros in place of a part of a sum that is on another device."""
-        self._fails()
         shape = self._part.graph.tensors[tensor].shape
         in_batch = self._sources[tensor].in_batch
         if in_batch.kind == "S":
             shape = local_shape(shape, in_batch, reader.samples[1], reader.all_samples[1])
-        return Seen(
-            self.zeros(tensor, shape),
-            has_samples=in_batch.kind == "S",
-            is_part_of_sum=True,
-            is_part_in_team=True,
-        )
+        seen = _zeros(tensor, shape)
+        seen.has_samples = in_batch.kind == "S"
+        seen.is_part_of_sum = seen.is_part_in_team = True
+        return seen
+
+
+def _zeros(tensor: int, shape: Sequence[int]) -> "Seen":
+    """Zeros of a tensor's dtype."""
+    return Seen(Begin.ZERO, tensor, [(Tensor.new_zeros, (tuple(shape),))], is_simple=False)
 
 
 def rows_held(held: HeldValue, size: int, all_units: int) -> RowSet:
@@ -489,10 +453,13 @@ def rows_held(held: HeldValue, size: int, all_units: int) -> RowSet:
 
 @dataclass(slots=True)
 class Seen:
-    """A tensor as a reader gets it; views and cuts on the way to the reader change it.
+    """How a reader gets a tensor; views and cuts on the way to the reader are added to it.
 
     Attributes:
-        value: The tensor.
+        begin: What it begins with; see ``Recipe``.
+        key: Number of the buffer, or the tensor's id.
+        steps: Functions of a tensor and their further arguments, in order.
+        is_simple: Whether it takes no more than views and cuts.
         has_samples: Whether it is cut to the reader's samples.
         has_units: Whether it is cut to the reader's units.
         is_part_of_sum: Whether it is a part of a sum over the batch.
@@ -500,14 +467,21 @@ class Seen:
         is_part_in_team: Whether it is a part of a sum over the team (or, without a team, a
             device's own part of a sum over the batch).
         is_converted: Whether it was a part of a sum, and a conversion has brought the whole.
-        made: Its source, if it is on the devices that made it.
+        holders: Spans of the op that made it, if it is on the devices of that op.
     """
 
-    value: Tensor
+    begin: Begin
+    key: int
+    steps: list[Step] = field(default_factory=list)
+    is_simple: bool = True
     has_samples: bool = False
     has_units: bool = False
     is_part_of_sum: bool = False
     is_alike_in_team: bool = False
     is_part_in_team: bool = False
     is_converted: bool = False
-    made: Source | None = None
+    holders: Spans | None = None
+
+    def then(self, function: Callable[..., Tensor], *arguments: Any) -> None:
+        """Add a step."""
+        self.steps.append((function, arguments))
