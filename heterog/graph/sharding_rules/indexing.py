@@ -2,7 +2,7 @@
 
 from math import prod
 
-from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef
+from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef, kinds
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
@@ -41,17 +41,14 @@ def _embedding_backward(call: OpCall) -> list[Axis]:
 
 
 BAGS = frozenset(
-    {
-        *("_embedding_bag.default", "_embedding_bag_backward.default"),
-        "_embedding_bag_per_sample_weights_backward.default",
-    }
+    kinds("_embedding_bag _embedding_bag_backward _embedding_bag_per_sample_weights_backward")
 )
 """Sums (means, maxima) over bags of rows of a table, and their gradients."""
 
 
 @splits("_embedding_bag.default")
 @splits(
-    *("_embedding_bag_backward.default", "_embedding_bag_per_sample_weights_backward.default"),
+    *kinds("_embedding_bag_backward _embedding_bag_per_sample_weights_backward"),
     linear=[("grad",)],
 )
 def _bag(call: OpCall) -> list[Axis]:
@@ -141,10 +138,7 @@ def _gather(call: OpCall) -> list[Axis]:
     return axes
 
 
-@rule(
-    *("scatter.src", "scatter.value", "scatter_add.default", "scatter_reduce.two"),
-    *("scatter.reduce", "scatter.value_reduce"),
-)
+@rule(*kinds("scatter.{src,value,reduce,value_reduce} scatter_add scatter_reduce.two"))
 def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     target, rank = shape_of(call, "self"), len(shape_of(call, "self"))
     along, adds = dimension(call, "dim", rank), call.kind == "scatter_add.default"
@@ -199,7 +193,7 @@ def _beside_an_index(call: OpCall) -> list[Axis]:
     return [axis(call, (d,), self=d, **of_op(call, source=d)) for d in range(rank) if d != along]
 
 
-@splits("index.Tensor", "_unsafe_index.Tensor", linear=[("self",)])
+@splits(*kinds("index.Tensor _unsafe_index.Tensor"), linear=[("self",)])
 def _index(call: OpCall) -> list[Axis]:
     return [
         Axis((self_dim, *index_dims), (out_dim,))
@@ -207,7 +201,7 @@ def _index(call: OpCall) -> list[Axis]:
     ]
 
 
-@rule("index_put.default", "_unsafe_index_put.default", "_index_put_impl_.default")
+@rule(*kinds("index_put _unsafe_index_put _index_put_impl_"))
 def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     values, adds = shape_of(call, "values"), call.args["accumulate"] is True
     written, axes = _indexed_dims(call), []
@@ -254,13 +248,10 @@ def _searched(call: OpCall) -> list[Axis]:
 
 
 INDEXED = frozenset(
-    {
-        *("index.Tensor", "_unsafe_index.Tensor"),
-        *("index_put.default", "_unsafe_index_put.default", "_index_put_impl_.default"),
-    }
+    kinds("index.Tensor _unsafe_index.Tensor index_put _unsafe_index_put _index_put_impl_")
 )
 """Ops that read or write elements by one index for each of several dimensions."""
-ROWS_BY_ONE_INDEX = frozenset({"index_select.default", "index_add.default"})
+ROWS_BY_ONE_INDEX = frozenset(kinds("index_select index_add"))
 """Ops that read or write along a dimension, by an index of one dimension."""
 
 
@@ -415,9 +406,10 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
 
 
 @splits(
-    *("nonzero.default", "masked_select.default", "masked_scatter.default", "bincount.default"),
-    *("_unique2.default", "unique_dim.default", "repeat_interleave.Tensor"),
-    *("_pdist_forward.default", "_pdist_backward.default", "block_diag.default"),
+    *kinds(
+        "nonzero masked_select masked_scatter bincount _unique2 unique_dim "
+        "repeat_interleave.Tensor _pdist_forward _pdist_backward block_diag"
+    ),
 )
 def _whole_only(call: OpCall) -> list[Axis]:
     # The result of a row, and even the output's shape, depend on the other rows.

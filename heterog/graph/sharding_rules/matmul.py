@@ -15,7 +15,7 @@ where nothing is sent, or along rows: a device then reads the rows that its own 
 from collections.abc import Iterator, Mapping
 
 from heterog.graph.op_costs import ROWS_OUTER, ROWS_PRODUCT, SPARSE_PRODUCT
-from heterog.graph.placement import Arg, OpCall, P, Placement, R, S, TensorRef, neighbours
+from heterog.graph.placement import Arg, OpCall, P, Placement, R, S, TensorRef, kinds, neighbours
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
@@ -51,7 +51,7 @@ def _bmm(call: OpCall) -> list[Axis]:
     ]
 
 
-@splits("dot.default", "vdot.default", linear=[(0,), (1,)])
+@splits(*kinds("dot vdot"), linear=[(0,), (1,)])
 def _dot(call: OpCall) -> list[Axis]:
     return [Axis((0, 0), (P,))]
 
@@ -146,10 +146,11 @@ def _distances_backward(call: OpCall) -> list[Axis]:
 
 
 @splits(
-    *("linalg_inv_ex.default", "linalg_cholesky_ex.default", "linalg_lu_factor_ex.default"),
-    *("_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default"),
-    *("_linalg_svd.default", "_linalg_eigh.default", "linalg_qr.default", "linalg_eig.default"),
-    *("linalg_matrix_exp.default", "cholesky_inverse.default", "linalg_pinv.atol_rtol_tensor"),
+    *kinds(
+        "linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex _linalg_det _linalg_slogdet "
+        "_linalg_solve_ex _linalg_svd _linalg_eigh linalg_qr linalg_eig linalg_matrix_exp "
+        "cholesky_inverse linalg_pinv.atol_rtol_tensor"
+    ),
 )
 def _per_matrix(call: OpCall) -> list[Axis]:
     """Ops on each matrix of a batch: only dimensions before the matrix that all inputs have."""
@@ -167,7 +168,7 @@ def _per_matrix(call: OpCall) -> list[Axis]:
 
 
 @splits("cholesky_solve.default", linear=[("self",)])
-@splits("linalg_solve_triangular.default", "linalg_lu_solve.default", linear=[("B",)])
+@splits(*kinds("linalg_solve_triangular linalg_lu_solve"), linear=[("B",)])
 def _solved(call: OpCall) -> list[Axis]:
     """Solutions for each matrix of a batch, and for each right side of a matrix."""
     sides = "self" if call.kind == "cholesky_solve.default" else "B"
@@ -178,7 +179,7 @@ def _solved(call: OpCall) -> list[Axis]:
     return [*_per_matrix(call), axis(call, (dim,), **{sides: dim})]
 
 
-@splits("_fft_r2c.default", "_fft_c2r.default", "_fft_c2c.default", linear=[("self",)])
+@splits(*kinds("_fft_r2c _fft_c2r _fft_c2c"), linear=[("self",)])
 def _fourier(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     return [Axis((d,), (d,)) for d in range(rank) if d not in dimensions(call, "dim", rank)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import prod
 
-from heterog.graph.placement import OpCall, Placement, R, S
+from heterog.graph.placement import OpCall, Placement, R, S, kinds
 from heterog.graph.sharding_rules.table import (
     Axis,
     RuleResult,
@@ -44,13 +44,10 @@ def split_after_view(
     return None
 
 
-_SQUEEZES = ("squeeze.default", "squeeze.dim", "squeeze.dims")
+_SQUEEZES = kinds("squeeze squeeze.dim squeeze.dims")
 
 
-@rule(
-    *("view.default", "_unsafe_view.default", "reshape.default", "view_copy.default"),
-    *("unsqueeze.default", "flatten.using_ints", *_SQUEEZES),
-)
+@rule(*kinds("view _unsafe_view reshape view_copy unsqueeze flatten.using_ints"), *_SQUEEZES)
 def _view(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     extra, given = [], placements[0]
     shape, to = call.inputs[0].shape, call.outputs[0].shape
@@ -61,7 +58,7 @@ def _view(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Ru
     return choose(call, placements, axis_size, linear=[(0,)], extra=extra)
 
 
-@splits("permute.default", "transpose.int", "t.default", linear=[(0,)])
+@splits(*kinds("permute transpose.int t"), linear=[(0,)])
 def _permute(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     order = list(range(rank))
@@ -94,10 +91,7 @@ def _repeat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> 
     return choose(call, placements, axis_size, axes, linear=[(0,)], extra=extra)
 
 
-@splits(
-    *("flip.default", "roll.default", "rot90.default", "tril.default", "triu.default"),
-    linear=[(0,)],
-)
+@splits(*kinds("flip roll rot90 tril triu"), linear=[(0,)])
 def _keep_dims(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     # Without dims, roll shifts the flattened tensor and flip does not occur.
@@ -117,7 +111,7 @@ def _pad(call: OpCall) -> list[Axis]:
     return [Axis((d,), (d,)) for d in range(rank) if d not in padded]
 
 
-@rule("cat.default", "concat.default", "stack.default")
+@rule(*kinds("cat concat stack"))
 def _cat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     every, rank = range(len(call.inputs)), len(call.outputs[0].shape)
     along = dimension(call, "dim", rank)
@@ -158,10 +152,7 @@ def _cat_of_splits(
             yield RuleResult(inputs, (S(along, sum(sizes) // block),))
 
 
-@rule(
-    *("split.Tensor", "split_with_sizes.default", "split.sizes", "chunk.default"),
-    *("unsafe_split.Tensor", "unsafe_split_with_sizes.default", "unsafe_chunk.default"),
-)
+@rule(*kinds("split.sizes {,unsafe_}split.Tensor {,unsafe_}split_with_sizes {,unsafe_}chunk"))
 def _split(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     shape, count = call.inputs[0].shape, len(call.outputs)
     along, extra = dimension(call, "dim", len(shape)), []
@@ -174,7 +165,7 @@ def _split(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     return choose(call, placements, axis_size, axes, [(0,)], extra=extra)
 
 
-@splits("unbind.int", "select.int", "select_backward.default", linear=[(0,)])
+@splits(*kinds("unbind.int select.int select_backward"), linear=[(0,)])
 def _select(call: OpCall) -> list[Axis]:
     rank = max(len(meta.shape) for meta in (*call.inputs, *call.outputs))
     along, count = dimension(call, "dim", rank), len(call.outputs)
@@ -184,7 +175,7 @@ def _select(call: OpCall) -> list[Axis]:
     return [Axis((d,), (narrow,) * count) for d, narrow in pairs]
 
 
-@rule("slice.Tensor", "slice_backward.default")
+@rule(*kinds("slice.Tensor slice_backward"))
 def _slice(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     shape, to, given = call.inputs[0].shape, call.outputs[0].shape, placements[0]
     along, extra = dimension(call, "dim", len(shape)), []
@@ -206,14 +197,14 @@ def slice_start(call: OpCall) -> int:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-@splits("slice_scatter.default", "select_scatter.default", linear=[(0, 1)], summand="self")
+@splits(*kinds("slice_scatter select_scatter"), linear=[(0, 1)], summand="self")
 def _write(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     along, narrow = dimension(call, "dim", rank), call.kind == "select_scatter.default"
     return [Axis((d, d - (narrow and d > along)), (d,)) for d in range(rank) if d != along]
 
 
-@splits("diagonal.default", "diag_embed.default", "diagonal_backward.default", linear=[(0,)])
+@splits(*kinds("diagonal diag_embed diagonal_backward"), linear=[(0,)])
 @splits("diagonal_scatter.default", linear=[(0, 1)], summand="self")
 def _diagonal(call: OpCall) -> list[Axis]:
     """The diagonals of matrices, or matrices of diagonals: the other dimensions are a batch."""
@@ -228,7 +219,7 @@ def _diagonal(call: OpCall) -> list[Axis]:
     return [Axis((source,), (target,)) for source, target in pairs]
 
 
-@splits("unfold.default", "unfold_backward.default", linear=[(0,)])
+@splits(*kinds("unfold unfold_backward"), linear=[(0,)])
 def _unfold(call: OpCall) -> list[Axis]:
     folded = call.inputs if call.kind == "unfold.default" else call.outputs
     rank = len(folded[0].shape)
@@ -236,13 +227,13 @@ def _unfold(call: OpCall) -> list[Axis]:
     return [Axis((d,), (d,)) for d in range(rank) if d != along]
 
 
-@splits("view_as_real.default", "view_as_complex.default", linear=[(0,)])
+@splits(*kinds("view_as_real view_as_complex"), linear=[(0,)])
 def _complex(call: OpCall) -> list[Axis]:
     rank = min(len(call.inputs[0].shape), len(call.outputs[0].shape))
     return [Axis((d,), (d,)) for d in range(rank)]
 
 
-@splits("as_strided.default", "_reshape_alias.default", linear=[(0,)])
+@splits(*kinds("as_strided _reshape_alias"), linear=[(0,)])
 @splits("as_strided_scatter.default", linear=[(0, 1)], summand="self")
 def _strided(call: OpCall) -> list[Axis]:
     # Strides describe memory, not dimensions, so such a view is taken of the whole tensor.
