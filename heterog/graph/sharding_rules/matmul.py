@@ -28,6 +28,7 @@ from heterog.graph.sharding_rules.table import (
     dimension,
     dimensions,
     integers,
+    mixes,
     positions,
     rule,
     shape_of,
@@ -179,10 +180,9 @@ def _solved(call: OpCall) -> list[Axis]:
     return [*_per_matrix(call), axis(call, (dim,), **{sides: dim})]
 
 
-@splits(*kinds("_fft_r2c _fft_c2r _fft_c2c"), linear=[("self",)])
-def _fourier(call: OpCall) -> list[Axis]:
-    rank = len(call.inputs[0].shape)
-    return [Axis((d,), (d,)) for d in range(rank) if d not in dimensions(call, "dim", rank)]
+mixes(*kinds("_fft_{r2c,c2r,c2c}"), linear=[("self",)])(
+    lambda call, rank: dimensions(call, "dim", rank)
+)
 
 
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})

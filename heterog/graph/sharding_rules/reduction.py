@@ -16,15 +16,17 @@ from heterog.graph.op_costs import CHECK
 from heterog.graph.placement import L, OpCall, P, R, kinds
 from heterog.graph.sharding_rules.table import (
     Axis,
-    Entry,
     Special,
     aligned,
     axis,
+    beside,
     broadcast_axes,
     dimension,
     dimensions,
     integer,
     integers,
+    mixes,
+    named_dim,
     of_op,
     shape_of,
     splits,
@@ -35,17 +37,10 @@ def _reduction_axes(
     call: OpCall, *, summed: bool = False, special: Special | None = None
 ) -> list[Axis]:
     """Axes of a reduction; reduced dimensions are among them only if it is a sum."""
-    rank, count = len(call.inputs[0].shape), len(call.outputs)
+    rank = len(call.inputs[0].shape)
     reduced = dimensions(call, "dim", rank)
-    keep = call.args.get("keepdim") is True
-    axes = []
-    for dim in range(rank):
-        target: Entry = dim if keep else dim - sum(r < dim for r in reduced)
-        if dim not in reduced:
-            axes.append(Axis((dim,), (target,) * count))
-        elif summed:
-            axes.append(Axis((dim,), (P,) * count, special))
-    return axes
+    sums = [Axis((dim,), (P,) * len(call.outputs), special) for dim in sorted(reduced)]
+    return [*beside(call, rank, reduced), *(sums if summed else [])]
 
 
 _SUM = partial(_reduction_axes, summed=True)
@@ -69,34 +64,27 @@ def _histogram(call: OpCall) -> list[Axis]:
     return [Axis((dim,), (P,)) for dim in range(len(call.inputs[0].shape))]
 
 
-_ALONG = kinds(
-    "_softmax _log_softmax _safe_softmax glu cumprod cummax cummin logcumsumexp sort "
-    "sort.stable argsort argsort.stable topk"
-)
-_ALONG_LINEAR = kinds("cumsum glu_backward _softmax_backward_data _log_softmax_backward_data")
-"""Linear in the first input; for a backward, the gradient."""
-_BY_NUMBERS_OF_ROWS = kinds("_log_softmax _log_softmax_backward_data")
+mixes(
+    *kinds("_softmax _safe_softmax glu cumprod cummax cummin logcumsumexp sort sort.stable"),
+    *kinds("argsort argsort.stable topk"),
+)(named_dim(default=-1))
+mixes(*kinds("cumsum glu_backward _softmax_backward_data"), linear=[(0,)])(named_dim(default=-1))
 
 
-@splits(*_ALONG)
-@splits(*_ALONG_LINEAR, linear=[(0,)])
-def _along(call: OpCall) -> list[Axis]:
-    """Ops that work along one dimension and treat all others as a batch."""
+@splits("_log_softmax.default")
+@splits("_log_softmax_backward_data.default", linear=[(0,)])
+def _log_softmax(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
-    along = dimension(call, "dim", rank, default=-1)
-    axes = [
-        Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in range(rank) if d != along
-    ]
-    if call.kind in _BY_NUMBERS_OF_ROWS and rank > 1:
-        inputs, outputs = ((along,) * len(metas) for metas in (call.inputs, call.outputs))
+    (dim,) = named_dim(default=-1)(call, rank)
+    axes = beside(call, rank, (dim,))
+    if rank > 1:
+        inputs, outputs = ((dim,) * len(metas) for metas in (call.inputs, call.outputs))
         axes.append(Axis(inputs, outputs, Special.NUMBERS_OF_ROWS))
     return axes
 
 
-@splits(CHECK, "_linalg_check_errors.default")
-def _check(call: OpCall) -> list[Axis]:
-    """A condition on all elements holds if it holds for the elements of each part."""
-    return [Axis((dim,), ()) for dim in range(len(call.inputs[0].shape))]
+# A condition on all elements holds if it holds for the elements of each part.
+mixes(CHECK, "_linalg_check_errors.default")(lambda call, rank: ())
 
 
 @splits(*kinds("native_layer_norm _fused_rms_norm"))
@@ -161,12 +149,11 @@ def _batch_norm_backward(call: OpCall) -> list[Axis]:
     return [batch, axis(call, (1, 0, 0), grad_out=1, input=1, **channel)]
 
 
-@splits("renorm.default")
-@splits(*kinds("_weight_norm_interface _weight_norm_interface_backward"), linear=[("grad_w",)])
-def _weight_norm(call: OpCall) -> list[Axis]:
-    """``torch.nn.utils.weight_norm``: each slice along ``dim`` has a length of its own."""
-    dim = dimension(call, "dim", len(call.inputs[0].shape))
-    return [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs))]
+@mixes("renorm.default")
+@mixes(*kinds("_weight_norm_interface{,_backward}"), linear=[("grad_w",)])
+def _all_but_one(call: OpCall, rank: int) -> set[int]:
+    """Norms of slices, each of which has a length of its own."""
+    return set(range(rank)) - {dimension(call, "dim", rank)}
 
 
 NO_REDUCTION, MEAN, SUM = 0, 1, 2

@@ -2,7 +2,15 @@
 
 from heterog.graph.placement import OpCall, P, R, kinds
 from heterog.graph.sharding_rules.local import AFFINE_GRIDS
-from heterog.graph.sharding_rules.table import Axis, Special, axis, integer, positions, splits
+from heterog.graph.sharding_rules.table import (
+    Axis,
+    Special,
+    axis,
+    integer,
+    mixes,
+    positions,
+    splits,
+)
 
 
 @splits("convolution.default", linear=[("input", "bias"), ("weight", "bias")], summand="bias")
@@ -44,27 +52,22 @@ _PLANAR_LINEAR = kinds(
 """Linear in the first input: the image, or the gradient of the output."""
 
 
-@splits(*_PLANAR)
-@splits(*_PLANAR_LINEAR, linear=[(0,)])
-def _planar(call: OpCall) -> list[Axis]:
-    """Ops that treat each image plane separately: all dimensions before the plane may be split."""
-    plane = next(rank for rank in (1, 2, 3) if f"{rank}d" in call.kind)
-    leading = range(len(call.inputs[0].shape) - plane)
-    return [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in leading]
+@mixes(*_PLANAR)
+@mixes(*_PLANAR_LINEAR, linear=[(0,)])
+def _planar(call: OpCall, rank: int) -> range:
+    """Ops that treat each image plane separately."""
+    plane = next(size for size in (1, 2, 3) if f"{size}d" in call.kind)
+    return range(rank - plane, rank)
 
 
-@splits(*kinds("pixel_shuffle pixel_unshuffle channel_shuffle im2col col2im"), linear=[(0,)])
-def _blocks(call: OpCall) -> list[Axis]:
-    """Ops that mix channels and positions: only dimensions before them may be split."""
-    shape = call.inputs[0].shape
+@mixes(*kinds("pixel_shuffle pixel_unshuffle channel_shuffle im2col col2im"), linear=[(0,)])
+def _blocks(call: OpCall, rank: int) -> range:
+    """Ops that mix channels and positions."""
     # im2col maps [C, H, W] to [blocks, positions], col2im the other way.
-    item = 2 if call.kind == "col2im.default" else 3
-    return [Axis((d,), (d,)) for d in range(len(shape) - item)]
+    return range(rank - (2 if call.kind == "col2im.default" else 3), rank)
 
 
-@splits(*AFFINE_GRIDS, linear=[(0,)])
-def _affine_grid(call: OpCall) -> list[Axis]:
-    return [Axis((0,), (0,))]
+mixes(*AFFINE_GRIDS, linear=[(0,)])(lambda call, rank: range(1, rank))
 
 
 @splits(*kinds("grid_sampler_2d grid_sampler_3d"), linear=[("input",)])
