@@ -10,11 +10,9 @@ from heterog.graph.sharding_rules.table import (
     Special,
     aligned,
     axis,
-    choose,
     dimension,
     of_op,
     positions,
-    rule,
     shape_of,
     splits,
 )
@@ -138,8 +136,18 @@ def _gather(call: OpCall) -> list[Axis]:
     return axes
 
 
-@rule(*kinds("scatter.{src,value,reduce,value_reduce} scatter_add scatter_reduce.two"))
-def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+def _if_written(call: OpCall) -> list[tuple[str, str]]:
+    written = call.kind in ("scatter.src", "scatter_add.default")
+    adds_zero = "reduce" not in call.kind and call.args.get("value") == 0
+    return [("self", "src")] if written or adds_zero else []
+
+
+@splits(
+    *kinds("scatter.{src,value,reduce,value_reduce} scatter_add scatter_reduce.two"),
+    linear=_if_written,
+    summand="self",
+)
+def _scatter(call: OpCall) -> list[Axis]:
     target, rank = shape_of(call, "self"), len(shape_of(call, "self"))
     along, adds = dimension(call, "dim", rank), call.kind == "scatter_add.default"
     others = {len(meta.shape) for meta in call.inputs}
@@ -154,10 +162,7 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
     is_even = len({call.inputs[where].shape for where in positions(call, "index", "src")}) == 1
     if adds and rank and is_even:
         axes.append(axis(call, (along,), Special.OWN_WORDS, self=along))
-    written = call.kind in ("scatter.src", "scatter_add.default") or call.args.get("value") == 0
-    linear = [positions(call, "self", "src")] if written and "reduce" not in call.kind else []
-    base = positions(call, "self")
-    return choose(call, placements, axis_size, axes, linear, summand=base)
+    return axes
 
 
 @splits("index_select.default", linear=[("self",)])
@@ -201,8 +206,12 @@ def _index(call: OpCall) -> list[Axis]:
     ]
 
 
-@rule(*kinds("index_put _unsafe_index_put _index_put_impl_"))
-def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(
+    *kinds("index_put _unsafe_index_put _index_put_impl_"),
+    linear=lambda call: [] if _masks(call) else [("self", "values")],
+    summand="self",
+)
+def _index_put(call: OpCall) -> list[Axis]:
     values, adds = shape_of(call, "values"), call.args["accumulate"] is True
     written, axes = _indexed_dims(call), []
     region = _region(call)
@@ -214,9 +223,7 @@ def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
             # A value spread over a split region is added by every device to its own part.
             axes.append(Axis((P, *index_dims, entry), (P,)))
             axes.append(Axis((R, *index_dims, entry), (P,), Special.BIAS_ON_ONE_RANK))
-    base = positions(call, "self")
-    linear = [] if _masks(call) else [(*base, *positions(call, "values"))]
-    return choose(call, placements, axis_size, axes, linear, summand=base)
+    return axes
 
 
 @splits("take.default", linear=[("self",)])

@@ -15,7 +15,7 @@ where nothing is sent, or along rows: a device then reads the rows that its own 
 from collections.abc import Iterator, Mapping
 
 from heterog.graph.op_costs import ROWS_OUTER, ROWS_PRODUCT, SPARSE_PRODUCT
-from heterog.graph.placement import Arg, OpCall, P, Placement, R, S, TensorRef, kinds, neighbours
+from heterog.graph.placement import Arg, OpCall, P, R, S, TensorRef, kinds, neighbours
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
@@ -24,16 +24,13 @@ from heterog.graph.sharding_rules.table import (
     aligned,
     axis,
     broadcast_axes,
-    choose,
     dimension,
     dimensions,
     integers,
     mixes,
     positions,
-    rule,
     shape_of,
     splits,
-    with_shared_stream,
 )
 
 
@@ -188,8 +185,8 @@ mixes(*kinds("_fft_{r2c,c2r,c2c}"), linear=[("self",)])(
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
 
 
-@rule("attention")
-def _attention(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("attention", draws=lambda call: bool(call.args["dropout_p"]))
+def _attention(call: OpCall) -> list[Axis]:
     special = Special.OWN_RANDOM_STREAM if call.args["dropout_p"] else None
     axes = [
         axis(call, (d, d), special, query=d, key=keys, value=keys, attn_mask=mask)
@@ -197,8 +194,7 @@ def _attention(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
     ]
     if _has_causal_rows(call) and special is None:
         axes.append(axis(call, (2, 2), Special.CAUSAL_ROWS, query=2))
-    found = choose(call, placements, axis_size, axes)
-    return with_shared_stream(found) if special else found
+    return axes
 
 
 @splits("attention_backward", linear=[("grad_out",)])

@@ -5,6 +5,8 @@ is R at its global size, and its readers slice it. A tensor made *like* another 
 placement.
 """
 
+from functools import partial
+
 from heterog.graph.placement import L, OpCall, Placement, R, kinds
 from heterog.graph.sharding_rules.table import (
     Axis,
@@ -17,7 +19,6 @@ from heterog.graph.sharding_rules.table import (
     of_op,
     rule,
     splits,
-    with_shared_stream,
 )
 
 NONLINEAR = kinds(
@@ -140,27 +141,20 @@ def _like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Ru
     return RuleResult(placements, (output,))
 
 
-@rule(
+splits(
     *kinds(
-        "bernoulli bernoulli.p bernoulli.Tensor rand_like randn_like randint_like "
-        "randint_like.low_dtype native_dropout uniform normal_functional exponential "
-        "_standard_gamma poisson binomial normal.Tensor_Tensor normal.Tensor_float "
-        "normal.float_Tensor cauchy geometric log_normal rrelu_with_noise_functional"
+        "bernoulli bernoulli.{p,Tensor} {rand,randn,randint}_like randint_like.low_dtype uniform"
     ),
-)
-def _random_like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = broadcast_axes(call, Special.OWN_RANDOM_STREAM)
-    return with_shared_stream(choose(call, placements, axis_size, axes))
+    *kinds("native_dropout normal_functional cauchy exponential _standard_gamma poisson binomial"),
+    *kinds("normal.{Tensor_Tensor,Tensor_float,float_Tensor} geometric log_normal"),
+    "rrelu_with_noise_functional.default",
+    draws=lambda call: True,
+)(partial(broadcast_axes, special=Special.OWN_RANDOM_STREAM))
+splits(*kinds("rand randn randint randint.low randperm"), draws=lambda call: True)(lambda call: [])
 
 
-@rule(*kinds("rand randn randint randint.low randperm"))
-def _random(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    return with_shared_stream(choose(call, placements, axis_size))
-
-
-@rule(*kinds("multinomial _sample_dirichlet"))
-def _random_rows(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(*kinds("multinomial _sample_dirichlet"), draws=lambda call: True)
+def _random_rows(call: OpCall) -> list[Axis]:
     """Draws of each row, by the probabilities along the last dimension."""
     rows = range(len(call.inputs[0].shape) - 1)
-    axes = [Axis((d,), (d,), Special.OWN_RANDOM_STREAM) for d in rows]
-    return with_shared_stream(choose(call, placements, axis_size, axes))
+    return [Axis((d,), (d,), Special.OWN_RANDOM_STREAM) for d in rows]

@@ -118,7 +118,10 @@ _Inputs = Sequence[Sequence[int | str]]
 
 
 def splits(
-    *kinds: str, linear: _Inputs | Callable[[OpCall], _Inputs] = (), summand: str = ""
+    *kinds: str,
+    linear: _Inputs | Callable[[OpCall], _Inputs] = (),
+    summand: str = "",
+    draws: Callable[[OpCall], bool] = lambda call: False,
 ) -> Callable[["_Axes"], "_Axes"]:
     """Enter a rule in ``RULES`` that splits an op along axes which the decorated function finds.
 
@@ -126,6 +129,7 @@ def splits(
         kinds: Kinds of the ops.
         linear: As in ``choose``, for all calls or by a function of the call.
         summand: As in ``choose``; an argument name.
+        draws: Whether a call draws random numbers: without a split all devices draw the same.
     """
 
     def enter(function: _Axes) -> _Axes:
@@ -143,7 +147,10 @@ def splits(
 
         def chosen(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
             axes, groups, base = of(call)
-            return choose(call, placements, axis_size, axes, groups, summand=base)
+            found = choose(call, placements, axis_size, axes, groups, summand=base)
+            if found.special is None and draws(call):
+                found = replace(found, special=Special.SHARED_RANDOM_STREAM)
+            return found
 
         rule(*kinds)(chosen)
         return function
@@ -280,11 +287,6 @@ def choose(
         return best
     partials = _partials(call, placements, linear, summand)
     return min([*partials, _whole(call, placements)], key=moved)
-
-
-def with_shared_stream(rule: RuleResult) -> RuleResult:
-    """A random op's rule; where it is not split, all devices draw the same numbers."""
-    return replace(rule, special=rule.special or Special.SHARED_RANDOM_STREAM)
 
 
 def _splits(
