@@ -121,7 +121,7 @@ def splits(
     *kinds: str,
     linear: _Inputs | Callable[[OpCall], _Inputs] = (),
     summand: str = "",
-    draws: Callable[[OpCall], bool] = lambda call: False,
+    draws: Callable[[OpCall], bool] | None = None,
 ) -> Callable[["_Axes"], "_Axes"]:
     """Enter a rule in ``RULES`` that splits an op along axes which the decorated function finds.
 
@@ -129,7 +129,8 @@ def splits(
         kinds: Kinds of the ops.
         linear: As in ``choose``, for all calls or by a function of the call.
         summand: As in ``choose``; an argument name.
-        draws: Whether a call draws random numbers: without a split all devices draw the same.
+        draws: Whether a call draws random numbers: without a split all devices draw the same
+            ones. ``None`` if no call does.
     """
 
     def enter(function: _Axes) -> _Axes:
@@ -148,7 +149,7 @@ def splits(
         def chosen(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
             axes, groups, base = of(call)
             found = choose(call, placements, axis_size, axes, groups, summand=base)
-            if found.special is None and draws(call):
+            if draws is not None and found.special is None and draws(call):
                 found = replace(found, special=Special.SHARED_RANDOM_STREAM)
             return found
 
