@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from heterog import cli
+from heterog.graph.placement import kinds
 from heterog.graph.sharding_rules import RULES
 from heterog.modes.built_in import built_in_modes
 from heterog.modes.mode import Mode
@@ -310,9 +311,12 @@ def test_few_files_know_a_mode(mode: type[Mode]) -> None:
 def test_few_files_know_an_op() -> None:
     """Its rule, and where it has one, its cost, its capture and how it runs on a part."""
     quoted = re.compile(r"(?=[\"'.](\w+)(?:\.\w+)?[\"'])")  # "name", 'name.default', x.name"
+    lists, in_lists = re.compile(r"\bkinds\(([^)]*)\)"), re.compile(r"\"([^\"]*)\"")
     naming: dict[str, set[str]] = defaultdict(set)
     for path in FILES:
-        for name in quoted.findall(path.read_text()):
+        text = path.read_text()
+        listed = kinds(" ".join(in_lists.findall(" ".join(lists.findall(text)))))
+        for name in (*quoted.findall(text), *(kind.partition(".")[0] for kind in listed)):
             naming[name].add(str(path.relative_to(PACKAGE)))
     for kind in RULES:
         if kind == "index.Tensor":  # "index" also names what gathers and scatters look up

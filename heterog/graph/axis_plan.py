@@ -201,28 +201,7 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
         StrategyError: a rule is not one of the op's sharding rules, or the op cannot have a rule;
             names the op.
     """
-    batch = batch_plan(graph)
-    if not op_rules:
-        return AxisPlan(
-            batch=batch,
-            placements=batch.placements,
-            needed=batch.needed,
-            specials=batch.specials,
-            axes=(graph.batch_size,),
-            op_axis=np.zeros(graph.num_ops, np.int32),
-            tensor_axis=np.zeros(len(graph.tensors), np.int32),
-            viewed=frozenset(),
-            reshaped=frozenset(),
-            scattered=frozenset(),
-            exchanged={},
-            sharded=frozenset(),
-            flops_fixed=batch.flops_fixed,
-            flops_per_unit=batch.flops_per_sample,
-            bytes_fixed=batch.bytes_fixed,
-            bytes_per_unit=batch.bytes_per_sample,
-            follows_batch=np.zeros((graph.num_ops, 3)),
-        )
-    return _Propagation(graph, batch, op_rules).run()
+    return _Propagation(graph, batch_plan(graph), op_rules).run()
 
 
 class _Propagation:

@@ -17,7 +17,7 @@ import numpy as np
 from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
 from heterog.graph.own_rows import OwnRows
-from heterog.graph.placement import L, OpCall, P, Placement, R, S
+from heterog.graph.placement import L, OpCall, P, Placement, R, S, kinds
 from heterog.graph.sharding_rules import RULES, RuleResult, Special, claims_checked, propagate
 from heterog.graph.sharding_rules.pointwise import FILLS, PLUS_NUMBER
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN
@@ -197,7 +197,7 @@ def _rule_of(
     return result
 
 
-_SUMS = frozenset({"add.Tensor", "sub.Tensor"})
+_SUMS = frozenset(kinds("add.Tensor sub.Tensor"))
 """Sums of a partial and a replicated operand; the replicated one may enter only once."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from heterog.graph.op_costs import GROUPED_PRODUCT, RESHAPES
 from heterog.graph.op_graph import GraphOp, OpGraph, Phase
-from heterog.graph.placement import OpCall, R, S, TensorRef
+from heterog.graph.placement import OpCall, R, S, TensorRef, kinds
 from heterog.graph.sharding_rules import Special, propagate
 from heterog.graph.sharding_rules.pointwise import FILLS
 from heterog.graph.traced_constants import insert_before, node_read
@@ -193,7 +193,7 @@ _LOOKS_UP = "index.Tensor"
 _PUTS = "index_put.default"
 _COPIES = RESHAPES | {"_to_copy.default", "clone.default"}
 """Ops that keep all elements."""
-_ZEROS = ("zeros.default", "new_zeros.default", "zeros_like.default")
+_ZEROS = kinds("zeros new_zeros zeros_like")
 _EVEN = FILLS | {"zeros_like.default", "ones_like.default", "full_like.default"}
 """Ops whose result is the same in any order."""
 

@@ -10,24 +10,22 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from math import prod
 
-from heterog.graph.placement import OpCall, TensorMeta
+from heterog.graph.placement import OpCall, TensorMeta, kinds
 
-VIEW_KINDS = frozenset({
-    "alias.default", "as_strided.default", "detach.default", "diagonal.default",
-    "expand.default", "lift_fresh.default", "permute.default",
-    "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
-    "squeeze.default", "squeeze.dim", "squeeze.dims", "t.default", "transpose.int",
-    "unbind.int", "unfold.default", "unsqueeze.default", "view.default", "view.dtype",
-    "view_as_real.default", "view_as_complex.default", "_unsafe_view.default",
-    "unsafe_split.Tensor", "unsafe_split_with_sizes.default", "_reshape_alias.default",
-})  # fmt: skip
+VIEW_KINDS = frozenset(
+    kinds(
+        "alias as_strided detach diagonal expand lift_fresh permute select.int slice.Tensor "
+        "split.Tensor split_with_sizes squeeze squeeze.dim squeeze.dims t transpose.int "
+        "unbind.int unfold unsqueeze view view.dtype view_as_real view_as_complex _unsafe_view "
+        "unsafe_split.Tensor unsafe_split_with_sizes _reshape_alias"
+    )
+)
 """Ops whose outputs share the memory of input 0: they run no kernel.
 
 ``unsafe_*`` ops are views for all but autograd. Checked against torch by a test.
 """
 
-RESHAPES = frozenset({"alias.default", "detach.default", "squeeze.dim", "squeeze.dims",
-                      "unsqueeze.default", "view.default", "_unsafe_view.default"})  # fmt: skip
+RESHAPES = frozenset(kinds("alias detach squeeze.dim squeeze.dims unsqueeze view _unsafe_view"))
 """Views that show all elements of input 0, in the same order."""
 
 FLOPS_PER_ELEMENT: Mapping[str, float] = {
@@ -44,18 +42,17 @@ FLOPS_PER_ELEMENT: Mapping[str, float] = {
     "gelu_backward.default": 15,
 }
 
-_PICK_LABELS = frozenset(
-    f"nll_loss{dims}_{way}.default" for dims in ("", "2d") for way in ("forward", "backward")
+_PICK_LABELS = frozenset(kinds("nll_loss{,2d}_{forward,backward}"))
+_WRITES_ONLY = frozenset(
+    kinds(
+        "{,new_}{full,zeros,ones} {zeros,ones,full,empty}_like scalar_tensor arange "
+        "arange.{start,start_step}"
+    )
 )
-_WRITES_ONLY = frozenset({"full.default", "zeros.default", "ones.default", "arange.default",
-                          "new_zeros.default", "new_ones.default", "new_full.default",
-                          "zeros_like.default", "ones_like.default", "full_like.default",
-                          "empty_like.default", "scalar_tensor.default", "arange.start",
-                          "arange.start_step"})  # fmt: skip
-_NO_KERNEL = frozenset({"empty.memory_format", "empty_like.default", "new_empty.default",
-                        "empty_strided.default", "new_empty_strided.default"})  # fmt: skip
+_NO_KERNEL = frozenset(kinds("empty.memory_format empty_like new_empty {,new_}empty_strided"))
+_LOOK_UPS = frozenset(kinds("embedding index_select gather"))
 
-REORDERS_WEIGHTS = frozenset({"convolution.default", "convolution_backward.default"})
+REORDERS_WEIGHTS = frozenset(kinds("convolution{,_backward}"))
 """Ops whose kernels keep a second copy of the weights, in blocks, while they run."""
 
 
@@ -157,7 +154,7 @@ def sparse_flops(call: OpCall) -> float:
 
 
 FLOPS: Mapping[str, Callable[[OpCall], float]] = {
-    **dict.fromkeys(("convolution.default", "convolution_backward.default"), convolution_flops),
+    **dict.fromkeys(kinds("convolution convolution_backward"), convolution_flops),
     **dict.fromkeys(GROUPED_PRODUCTS, grouped_product_flops),
     SPARSE_PRODUCT: sparse_flops,
 }
@@ -182,7 +179,7 @@ def elementwise_flops(call: OpCall) -> float:
     largest = max((meta.num_elements for meta in (*call.inputs, *call.outputs)), default=0)
     if call.kind.startswith("_embedding_bag"):
         return float(call.input("indices").num_elements * prod(_table_of(call).shape[1:]))
-    if call.kind in {"embedding.default", "index_select.default", "gather.default"}:
+    if call.kind in _LOOK_UPS:
         return 0.0
     return FLOPS_PER_ELEMENT.get(call.kind, 1.0) * largest
 
@@ -199,12 +196,7 @@ def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
         # A row is read once for each entry: rows of a huge graph do not stay in a cache.
         item = call.outputs[0].num_bytes / max(call.outputs[0].num_elements, 1)
         return float(_row_reads(call) * item + sum(sizes[1:])), written
-    if call.kind in {
-        "embedding.default",
-        "index_select.default",
-        "gather.default",
-        "index.Tensor",
-    }:
+    if call.kind in _LOOK_UPS or call.kind == "index.Tensor":
         # Only the chosen rows are read, as many bytes as are written, plus the indices.
         return float(written + sum(sizes[1:])), written
     if call.kind.startswith("_embedding_bag"):

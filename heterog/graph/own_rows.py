@@ -9,7 +9,7 @@ of a flattened tensor.
 from typing import NamedTuple
 
 from heterog.graph.op_graph import GraphOp, OpGraph
-from heterog.graph.placement import Placement, S
+from heterog.graph.placement import Placement, S, kinds
 from heterog.graph.sharding_rules import RuleResult, propagate
 from heterog.graph.sharding_rules.indexing import (
     BAGS,
@@ -22,12 +22,10 @@ from heterog.graph.sharding_rules.indexing import (
 from heterog.graph.sharding_rules.table import dimension
 
 _SAME_ORDER = frozenset(
-    {
-        *("alias.default", "detach.default", "expand.default", "lift_fresh.default"),
-        "lift_fresh_copy.default",
-        *("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default"),
-        *("view.default", "_unsafe_view.default", "_to_copy.default", "clone.default"),
-    }
+    kinds(
+        "alias detach expand lift_fresh lift_fresh_copy squeeze squeeze.dim squeeze.dims "
+        "unsqueeze view _unsafe_view _to_copy clone"
+    )
 )
 """Ops that keep the order of the elements if they keep the number of elements."""
 _SAME_VALUES = _SAME_ORDER | {
@@ -35,8 +33,8 @@ _SAME_VALUES = _SAME_ORDER | {
 }
 """Ops that make no other values than those of their input, if they make integers."""
 _PLACES = {
-    **dict.fromkeys(("argmax.default", "argmin.default", "argsort.default", "argsort.stable"), 0),
-    **dict.fromkeys(("topk.default", "sort.default", "sort.stable", "max.dim", "min.dim"), 1),
+    **dict.fromkeys(kinds("argmax argmin argsort argsort.stable"), 0),
+    **dict.fromkeys(kinds("topk sort sort.stable max.dim min.dim"), 1),
 }
 """Outputs of ops that are places along a dimension."""
 _WIDE = ("int32", "int64")

@@ -199,6 +199,22 @@ class TensorRef:
 Arg = TensorRef | int | float | bool | str | None | tuple["Arg", ...]
 
 
+def kinds(names: str) -> tuple[str, ...]:
+    """Kinds of ops by their names, with the default overload where none is named.
+
+    Braces list alternatives, as in a shell.
+
+    >>> kinds("mm eq.{Tensor,Scalar}")
+    ('mm.default', 'eq.Tensor', 'eq.Scalar')
+    """
+    found = [name if "." in name else f"{name}.default" for name in names.split()]
+    while any("{" in name for name in found):
+        parts = [re.split(r"\{([^{}]*)\}", name, maxsplit=1) for name in found]
+        found = [f"{part[0]}{each}{''.join(part[2:])}"
+                 for part in parts for each in "".join(part[1:2]).split(",")]  # fmt: skip
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpCall:
     """One call of an ATen op: all that a sharding rule or a cost formula may use.

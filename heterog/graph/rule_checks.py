@@ -26,7 +26,7 @@ def checked_rules(
             names the op.
     """
     ops = [op for op, _ in op_rules]
-    if ops != sorted(set(ops)) or ops[0] < 0 or ops[-1] >= graph.num_ops:
+    if ops != sorted(set(ops)) or any(not 0 <= op < graph.num_ops for op in ops):
         raise StrategyError(
             f"op rules must be in ascending order of ops from 0 to {graph.num_ops - 1}, each once."
         )

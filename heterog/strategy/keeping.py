@@ -30,6 +30,7 @@ from typing import NamedTuple
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYWHERE, AxisPlan
 from heterog.graph.grouping import CONSTANT_GROUP
 from heterog.graph.op_graph import IntArray, OpGraph, Phase, TensorKind
+from heterog.graph.placement import kinds
 from heterog.graph.sharding_rules import Special
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 from heterog.memo import kept
@@ -125,11 +126,11 @@ def recomputed_words(kept: Iterable[Keeps]) -> str:
     return " and ".join(keeps.words for keeps in sorted(set(kept)))
 
 
-_SOFTMAX = frozenset({"_softmax.default", "_safe_softmax.default"})
-_PRODUCTS = frozenset({"bmm.default", "baddbmm.default"})
+_SOFTMAX = frozenset(kinds("_softmax _safe_softmax"))
+_PRODUCTS = frozenset(kinds("bmm baddbmm"))
 _MOST_BETWEEN = 64
 """Most ops between a softmax and a product, views included; attention scales and masks there."""
-_WEIGHED = frozenset({"mm.default", "addmm.default", "linear.default"})
+_WEIGHED = frozenset(kinds("mm addmm linear"))
 
 
 @lru_cache(maxsize=16)

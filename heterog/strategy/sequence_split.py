@@ -23,14 +23,14 @@ from itertools import accumulate, pairwise
 from math import gcd
 
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, Scatter
+from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, Scatter, kinds
 from heterog.graph.sharding_rules import RuleResult, propagate
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 from heterog.strategy.spatial_split import UnitSplit
 
 MOST_UNITS = 128
 """Most units of positions: rounding changes a share by less than one per cent of all positions."""
-_PRODUCTS = frozenset({"bmm.default", "baddbmm.default"})
+_PRODUCTS = frozenset(kinds("bmm baddbmm"))
 
 
 def lengths(graph: OpGraph) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.placement import OpCall, OpRule, OpRules, Placement, R, S
+from heterog.graph.placement import OpCall, OpRule, OpRules, Placement, R, S, kinds
 from heterog.graph.sharding_rules import RuleResult, halo_rule, propagate
 from heterog.graph.sharding_rules.legal import CONVOLUTION
 from heterog.graph.sparse_pattern import SparsePattern
@@ -193,7 +193,7 @@ MOST_UNITS = 256
 """Most units of rows of an activation."""
 COARSE_UNITS = 256
 """Number of units in which rows of a huge graph move between devices, if it divides the rows."""
-_DENSE = frozenset({"mm.default", "addmm.default", "bmm.default", "linear.default"})
+_DENSE = frozenset(kinds("mm addmm bmm linear"))
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,17 @@ from itertools import product
 
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, needs_no_transfer
+from heterog.graph.placement import (
+    OpCall,
+    OpRule,
+    OpRules,
+    P,
+    Placement,
+    R,
+    S,
+    kinds,
+    needs_no_transfer,
+)
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
 from heterog.graph.sharding_rules.pointwise import FILLS
 from heterog.grouped import grouped
@@ -24,7 +34,7 @@ from heterog.grouped import grouped
 _MOST_ROUNDS = 8
 _LEAST_SUMMED = 16
 """Smallest ratio of summed bytes to a sum's bytes at which a sum over a team counts as small."""
-_SUMS = frozenset({"sum.default", "sum.dim_IntList"})
+_SUMS = frozenset(kinds("sum sum.dim_IntList"))
 _CASTS = frozenset({"_to_copy.default"})
 _OUTERS = (1, 2, 3)
 """A fused weight holds up to three projections (query, key, value)."""

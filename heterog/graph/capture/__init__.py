@@ -7,9 +7,10 @@ run. Forward hooks annotate every node with its module; a backward node finds it
 autograd's sequence number.
 
 - ``tracing`` traces the step twice, notes modules, phases and lines of code, and writes the errors
-  of steps that cannot be captured. ``reading`` reads a graph from the trace: all attention kernels
-  become one kind of op, and the optimizer's state is measured. ``one_process`` hides groups of
-  processes, ``kernels`` tries ops whose dtypes fake tensors do not check.
+  of steps that cannot be captured, with advice from ``advice.yaml``. ``reading`` reads a graph
+  from the trace: all attention kernels become one kind of op, and the optimizer's state is
+  measured. ``one_process`` hides groups of processes, ``kernels`` tries ops whose dtypes fake
+  tensors do not check.
 
 Only this package, ``static_shapes``, ``sample_ops``, ``value_checks`` and ``traced_constants``
 touch private names of torch.

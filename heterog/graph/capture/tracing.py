@@ -15,7 +15,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -49,6 +50,7 @@ from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
 from heterog.graph.workload import Workload
 from heterog.user_code import words_of
 from heterog.workers import Terminated
+from heterog.yaml_files import load_shipped
 
 _APART = 20  # made-up addresses give each storage 2^20 bytes
 
@@ -238,7 +240,7 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
             ) from error
         text = words_of(error)
         said = (text.strip().splitlines() or ["no message"])[0]
-        ways = (way for part, way in _WAYS_OUT_OF_FAILURE.items() if part in text)
+        ways = (each["advice"] for each in _advice()["failures"] if each["says"] in text)
         if way := next(ways, ""):
             said = f"{said.rstrip('.')}. {way}"
         raise CaptureError(
@@ -247,178 +249,13 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
         ) from error
 
 
-_OF_CTC = (
-    "CTC keeps a table that is as wide as the longest target, which torch reads from the values "
-    "of target_lengths. Write its recursion over time with torch.logsumexp, on targets padded to "
-    "one width, or train with another loss."
-)
-
-
-_WAYS_OUT: tuple[tuple[str, str, str], ...] = (
-    ("op", "^aten::_ctc_loss$", _OF_CTC),
-    (
-        "op",
-        "^aten::bincount$",
-        "bincount is as long as the largest value says. Say how many values there are, "
-        "minlength=classes.",
-    ),
-    (
-        "op",
-        "^aten::repeat_interleave$",
-        "how often rows are repeated are such values. Say how many come of it: output_size=n.",
-    ),
-    (
-        "op",
-        "^aten::_unique2$",
-        "how many unlike values there are is such a value. Find them where the data is loaded, "
-        "and pass each sample's place among them, with a number of places that is the same for "
-        "all batches.",
-    ),
-    (
-        "op",
-        "^aten::linalg_lstsq$",
-        "how many residuals there are is such a value. torch.linalg.pinv(a) @ b, or solve of "
-        "a.mT @ a and a.mT @ b, gives the same solution.",
-    ),
-    (
-        "op",
-        "^aten::_pack_padded_sequence$",
-        "a packed sequence has as many steps as the values of lengths say. Run the layers on the "
-        "padded batch; where states are read at the last step of each sample, take them from the "
-        "outputs with gather, and mask what lies behind.",
-    ),
-    (
-        "files",
-        r"/torch/nn/modules/batchnorm\.py",
-        "BatchNorm with momentum=None divides by the number of steps, which is such a value. "
-        "Give it a momentum (0.1 is torch's own), for a moving average instead of the mean over "
-        "all steps.",
-    ),
-    (
-        "files",
-        r"/torch/nn/modules/adaptive\.py",
-        "an adaptive softmax computes each cluster of words for the samples that have one of "
-        "them. functional.nll_loss(head.log_prob(x), labels) is the same loss, of all words.",
-    ),
-    (
-        "statement",
-        "^(if|elif|while) ",
-        "values decide there which ops run, and all steps of a plan run the same. Use "
-        "torch.where, or settings with which the code always goes one way (no LayerDrop, say); an "
-        "`if` that does nothing but raise an error may stay.",
-    ),
-    (
-        "statement",
-        "^assert ",
-        "an assert may stay if it asks tensors, and needs each answer: leave out int() and "
-        "float(), and write torch.logical_or instead of `or`.",
-    ),
-    ("path", r"/transformers/loss/loss_ctc\.py", _OF_CTC),
-    (
-        "path",
-        "/pytorch_metric_learning/",
-        "how many pairs have equal labels is such a value. Write the loss over the matrix of all "
-        "pairs of the batch, masked by labels[:, None] == labels.",
-    ),
-    (
-        "path",
-        r"/torch_geometric/utils/loop\.py",
-        "how many self loops a graph has is such a value. Add or remove them in the data once "
-        "(torch_geometric.transforms.AddSelfLoops); layers that add them have "
-        "add_self_loops=False.",
-    ),
-    (
-        "path",
-        "/torch_geometric/",
-        "pass the number of nodes or graphs where it is counted otherwise (size=labels.shape[0] "
-        "of a pooling layer, dim_size, num_nodes), and drop nodes or edges from the data, not in "
-        "the model.",
-    ),
-    *(
-        (
-            "path",
-            f"/transformers/models/{name}/",
-            "which tokens attend to all others is such a value, and no setting of this model "
-            f"leaves the question out. {other} attends to neighbours as well, and can be planned.",
-        )
-        for name, other in (
-            ("longformer", "ModernBERT (local_attention), or Mistral (sliding_window),"),
-            ("led", "LongT5 (encoder_attention_type='local')"),
-        )
-    ),
-    (
-        "path",
-        "/transformers/models/videomae/",
-        "a mask as an index gives as many patches as it has truths. Where all samples keep as "
-        "many, pass the places of these and take them with torch.gather, in a copy of the "
-        "embeddings and of the loss; VideoMAEForVideoClassification masks nothing.",
-    ),
-    (
-        "path",
-        "/transformers/models/autoformer/",
-        "by how many steps a series is delayed is such a value, and no setting of this model "
-        "leaves the question out. TimeSeriesTransformer with encoder_layerdrop and "
-        "decoder_layerdrop of 0 can be planned.",
-    ),
-    (
-        "path",
-        "/transformers/models/speecht5/",
-        "its loss of spectra picks what is no padding. Train with a loss of your own on "
-        "speech_decoder_postnet(speecht5(...)[0]), as sums over products with the mask, divided "
-        "by the sum of the mask; layer drop needs encoder_layerdrop=0 and decoder_layerdrop=0, "
-        "drawn masks apply_spec_augment=False.",
-    ),
-    (
-        "path",
-        "/transformers/",
-        "choose eager attention or dense experts in the model's config, leave out what masks or "
-        "drops at random (SpecAugment, LayerDrop), or take a head that does not pick elements by "
-        "their values: computing with all of them and masking the result comes to the same.",
-    ),
-    (
-        "line",
-        r"one_hot\(",
-        "one_hot is as wide as the largest value says. Give it the number of classes.",
-    ),
-    (
-        "line",
-        r"^(?=.*\.max\(\)).*(int\(|\+ 1)",
-        "how many there are (graphs, nodes, words) is such a value. Take it from a shape "
-        "(labels.shape[0], mask.shape[1]), or hand it in as a number, an entry of the batch that "
-        "is no tensor.",
-    ),
-    (
-        "line",
-        r"int\(self\.\w+\)|self\.\w+\.item\(\)",
-        "a number that is read is the same in all steps of a plan. Keep it a tensor: "
-        "buffer.index_copy_(0, (place + torch.arange(n)) % len(buffer), rows) writes rows at a "
-        "place that goes round, x[:, place] looks one up.",
-    ),
-    (
-        "line",
-        "",
-        "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
-        "torch.where or a product with the mask usually does the same.",
-    ),
-)
-"""Advice for code whose shapes depend on values, each by a place and a pattern to find there: the
-name of the op, the files of the error's traceback, the user's line if it converts a tensor to
-bool, its file, or its text. The first match counts; the last one matches everything."""
-
-
-_OF_NESTED = (
-    "A nested tensor has as many elements as its lengths say, and a plan needs static shapes: pad "
-    "the sequences to one length, and mask what lies behind."
-)
-_WAYS_OUT_OF_FAILURE = {
-    "shape_env must not be None": _OF_NESTED,
-    "nested_tensor": _OF_NESTED,
-    ".numpy() is not supported": (
-        "numpy reads values, which a plan does not have: write it with torch, or compute it where "
-        "the data is loaded and pass the result as a tensor of the batch."
-    ),
-}
-"""Advice by what an error of torch says; its first line comes before."""
+@cache
+def _advice() -> dict[str, list[dict[str, str]]]:
+    """Advice for steps that cannot be captured; the head of the file says how it is found."""
+    found: dict[str, list[dict[str, str]]] = load_shipped(
+        resources.files("heterog.graph.capture") / "advice.yaml"
+    )
+    return found
 
 
 def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
@@ -431,7 +268,11 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
         "path": frame.filename.replace("\\", "/") if frame else "",
         "line": line,
     }
-    return next(advice for where, what, advice in _WAYS_OUT if re.search(what, places[where]))
+    return next(
+        each["advice"]
+        for each in _advice()["values"]
+        if any(re.search(each[where], places[where]) for where in places.keys() & each.keys())
+    )
 
 
 def _files(error: BaseException) -> str:

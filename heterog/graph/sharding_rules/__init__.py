@@ -4,7 +4,8 @@
 ``local_args`` rewrites the sizes among an op's arguments for one device. The rules use only shapes
 and arguments, and no torch.
 
-- ``table`` has the table ``RULES`` and chooses among the splits of an op. ``legal`` has
+- ``table`` has the table ``RULES``, which ``rule`` fills, ``splits`` from the axes of an op, and
+  ``mixes`` from the dimensions that are no axes; it chooses among the splits. ``legal`` has
   ``propagate``, ``legal_rules`` and the rules with halos, ``local`` has ``local_args``.
 - One module per family of ops fills the table: ``indexing``, ``matmul`` (attention and
   sparse products, too), ``pointwise`` (and ops that create tensors), ``reduction`` (norms and

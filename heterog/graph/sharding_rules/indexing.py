@@ -2,7 +2,7 @@
 
 from math import prod
 
-from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef
+from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef, kinds
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
@@ -10,11 +10,9 @@ from heterog.graph.sharding_rules.table import (
     Special,
     aligned,
     axis,
-    choose,
     dimension,
     of_op,
     positions,
-    rule,
     shape_of,
     splits,
 )
@@ -41,17 +39,14 @@ def _embedding_backward(call: OpCall) -> list[Axis]:
 
 
 BAGS = frozenset(
-    {
-        *("_embedding_bag.default", "_embedding_bag_backward.default"),
-        "_embedding_bag_per_sample_weights_backward.default",
-    }
+    kinds("_embedding_bag _embedding_bag_backward _embedding_bag_per_sample_weights_backward")
 )
 """Sums (means, maxima) over bags of rows of a table, and their gradients."""
 
 
 @splits("_embedding_bag.default")
 @splits(
-    *("_embedding_bag_backward.default", "_embedding_bag_per_sample_weights_backward.default"),
+    *kinds("_embedding_bag_backward _embedding_bag_per_sample_weights_backward"),
     linear=[("grad",)],
 )
 def _bag(call: OpCall) -> list[Axis]:
@@ -141,11 +136,18 @@ def _gather(call: OpCall) -> list[Axis]:
     return axes
 
 
-@rule(
-    *("scatter.src", "scatter.value", "scatter_add.default", "scatter_reduce.two"),
-    *("scatter.reduce", "scatter.value_reduce"),
+def _if_written(call: OpCall) -> list[tuple[str, str]]:
+    written = call.kind in ("scatter.src", "scatter_add.default")
+    adds_zero = "reduce" not in call.kind and call.args.get("value") == 0
+    return [("self", "src")] if written or adds_zero else []
+
+
+@splits(
+    *kinds("scatter.{src,value,reduce,value_reduce} scatter_add scatter_reduce.two"),
+    linear=_if_written,
+    summand="self",
 )
-def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+def _scatter(call: OpCall) -> list[Axis]:
     target, rank = shape_of(call, "self"), len(shape_of(call, "self"))
     along, adds = dimension(call, "dim", rank), call.kind == "scatter_add.default"
     others = {len(meta.shape) for meta in call.inputs}
@@ -160,10 +162,7 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
     is_even = len({call.inputs[where].shape for where in positions(call, "index", "src")}) == 1
     if adds and rank and is_even:
         axes.append(axis(call, (along,), Special.OWN_WORDS, self=along))
-    written = call.kind in ("scatter.src", "scatter_add.default") or call.args.get("value") == 0
-    linear = [positions(call, "self", "src")] if written and "reduce" not in call.kind else []
-    base = positions(call, "self")
-    return choose(call, placements, axis_size, axes, linear, summand=base)
+    return axes
 
 
 @splits("index_select.default", linear=[("self",)])
@@ -199,7 +198,7 @@ def _beside_an_index(call: OpCall) -> list[Axis]:
     return [axis(call, (d,), self=d, **of_op(call, source=d)) for d in range(rank) if d != along]
 
 
-@splits("index.Tensor", "_unsafe_index.Tensor", linear=[("self",)])
+@splits(*kinds("index.Tensor _unsafe_index.Tensor"), linear=[("self",)])
 def _index(call: OpCall) -> list[Axis]:
     return [
         Axis((self_dim, *index_dims), (out_dim,))
@@ -207,8 +206,12 @@ def _index(call: OpCall) -> list[Axis]:
     ]
 
 
-@rule("index_put.default", "_unsafe_index_put.default", "_index_put_impl_.default")
-def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(
+    *kinds("index_put _unsafe_index_put _index_put_impl_"),
+    linear=lambda call: [] if _masks(call) else [("self", "values")],
+    summand="self",
+)
+def _index_put(call: OpCall) -> list[Axis]:
     values, adds = shape_of(call, "values"), call.args["accumulate"] is True
     written, axes = _indexed_dims(call), []
     region = _region(call)
@@ -220,9 +223,7 @@ def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
             # A value spread over a split region is added by every device to its own part.
             axes.append(Axis((P, *index_dims, entry), (P,)))
             axes.append(Axis((R, *index_dims, entry), (P,), Special.BIAS_ON_ONE_RANK))
-    base = positions(call, "self")
-    linear = [] if _masks(call) else [(*base, *positions(call, "values"))]
-    return choose(call, placements, axis_size, axes, linear, summand=base)
+    return axes
 
 
 @splits("take.default", linear=[("self",)])
@@ -254,13 +255,10 @@ def _searched(call: OpCall) -> list[Axis]:
 
 
 INDEXED = frozenset(
-    {
-        *("index.Tensor", "_unsafe_index.Tensor"),
-        *("index_put.default", "_unsafe_index_put.default", "_index_put_impl_.default"),
-    }
+    kinds("index.Tensor _unsafe_index.Tensor index_put _unsafe_index_put _index_put_impl_")
 )
 """Ops that read or write elements by one index for each of several dimensions."""
-ROWS_BY_ONE_INDEX = frozenset({"index_select.default", "index_add.default"})
+ROWS_BY_ONE_INDEX = frozenset(kinds("index_select index_add"))
 """Ops that read or write along a dimension, by an index of one dimension."""
 
 
@@ -415,9 +413,10 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
 
 
 @splits(
-    *("nonzero.default", "masked_select.default", "masked_scatter.default", "bincount.default"),
-    *("_unique2.default", "unique_dim.default", "repeat_interleave.Tensor"),
-    *("_pdist_forward.default", "_pdist_backward.default", "block_diag.default"),
+    *kinds(
+        "nonzero masked_select masked_scatter bincount _unique2 unique_dim "
+        "repeat_interleave.Tensor _pdist_forward _pdist_backward block_diag"
+    ),
 )
 def _whole_only(call: OpCall) -> list[Axis]:
     # The result of a row, and even the output's shape, depend on the other rows.

@@ -17,7 +17,18 @@ from itertools import combinations, product
 
 from heterog.errors import GraphError
 from heterog.graph.op_costs import SPARSE_PRODUCT
-from heterog.graph.placement import H, L, OpCall, P, Placement, R, S, TensorMeta, Window
+from heterog.graph.placement import (
+    H,
+    L,
+    OpCall,
+    P,
+    Placement,
+    R,
+    S,
+    TensorMeta,
+    Window,
+    kinds,
+)
 from heterog.graph.sharding_rules.matmul import product_of_rows
 from heterog.graph.sharding_rules.table import (
     RULES,
@@ -31,20 +42,6 @@ from heterog.graph.sparse_pattern import Stencil
 
 CONVOLUTION = "convolution.default"
 CONVOLUTION_BACKWARD = "convolution_backward.default"
-_POOLS = tuple(
-    f"{kind}{rank}d{rest}"
-    for rank in (2, 3)
-    for kind, rest in (("avg_pool", ".default"), ("max_pool", "_with_indices.default"))
-)
-_UPSAMPLES = tuple(
-    f"upsample_{kind}.default"
-    for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d")
-)
-
-
-def _with_backward(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Kinds of ops, and those of their backward passes."""
-    return (*kinds, *(kind.replace(".default", "_backward.default") for kind in kinds))
 
 
 def per_dim(call: OpCall, name: str, rank: int) -> tuple[int, ...]:
@@ -226,12 +223,13 @@ def _batch_norm(call: OpCall, dim: int, units: int) -> RuleResult | None:
 _RULES: dict[str, _HaloRule] = {
     CONVOLUTION: _convolution,
     CONVOLUTION_BACKWARD: _convolution_backward,
-    **dict.fromkeys(_with_backward(_POOLS), _pool),
-    **dict.fromkeys(_with_backward(_UPSAMPLES), _upsample),
-    "native_batch_norm.default": _batch_norm,
-    "_native_batch_norm_legit.default": _batch_norm,
-    "_native_batch_norm_legit_functional.default": _batch_norm,
-    "native_batch_norm_backward.default": _batch_norm,
+    **dict.fromkeys(
+        kinds("avg_pool{2,3}d{,_backward} max_pool{2,3}d_with_indices{,_backward}"), _pool
+    ),
+    **dict.fromkeys(kinds("upsample_nearest{1,2,3}d{,_backward}"), _upsample),
+    **dict.fromkeys(kinds("upsample_{linear1,bilinear2,trilinear3}d{,_backward}"), _upsample),
+    **dict.fromkeys(kinds("native_batch_norm{,_backward}"), _batch_norm),
+    **dict.fromkeys(kinds("_native_batch_norm_legit{,_functional}"), _batch_norm),
     SPARSE_PRODUCT: product_of_rows,
 }
 

@@ -1,12 +1,12 @@
 """The arguments of an op on a device that holds only its share of an axis."""
 
-from heterog.graph.placement import Arg, OpCall, Placement
+from heterog.graph.placement import Arg, OpCall, Placement, kinds
 from heterog.graph.sharding_rules.table import RuleResult, dimension, integers, positions
 from heterog.graph.sharding_rules.view import slice_start
 
 _SIZE_ARGS = ("size", "shape", "sizes", "input_sizes", "input_size")
 """Arguments that state the shape of the output (``shape`` in ``reshape``)."""
-AFFINE_GRIDS = ("affine_grid_generator.default", "affine_grid_generator_backward.default")
+AFFINE_GRIDS = kinds("affine_grid_generator affine_grid_generator_backward")
 """Ops whose ``size`` is that of the images for which a grid is, samples first."""
 
 

@@ -15,7 +15,7 @@ where nothing is sent, or along rows: a device then reads the rows that its own 
 from collections.abc import Iterator, Mapping
 
 from heterog.graph.op_costs import ROWS_OUTER, ROWS_PRODUCT, SPARSE_PRODUCT
-from heterog.graph.placement import Arg, OpCall, P, Placement, R, S, TensorRef, neighbours
+from heterog.graph.placement import Arg, OpCall, P, R, S, TensorRef, kinds, neighbours
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
@@ -24,15 +24,13 @@ from heterog.graph.sharding_rules.table import (
     aligned,
     axis,
     broadcast_axes,
-    choose,
     dimension,
     dimensions,
     integers,
+    mixes,
     positions,
-    rule,
     shape_of,
     splits,
-    with_shared_stream,
 )
 
 
@@ -51,7 +49,7 @@ def _bmm(call: OpCall) -> list[Axis]:
     ]
 
 
-@splits("dot.default", "vdot.default", linear=[(0,), (1,)])
+@splits(*kinds("dot vdot"), linear=[(0,), (1,)])
 def _dot(call: OpCall) -> list[Axis]:
     return [Axis((0, 0), (P,))]
 
@@ -146,10 +144,11 @@ def _distances_backward(call: OpCall) -> list[Axis]:
 
 
 @splits(
-    *("linalg_inv_ex.default", "linalg_cholesky_ex.default", "linalg_lu_factor_ex.default"),
-    *("_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default"),
-    *("_linalg_svd.default", "_linalg_eigh.default", "linalg_qr.default", "linalg_eig.default"),
-    *("linalg_matrix_exp.default", "cholesky_inverse.default", "linalg_pinv.atol_rtol_tensor"),
+    *kinds(
+        "linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex _linalg_det _linalg_slogdet "
+        "_linalg_solve_ex _linalg_svd _linalg_eigh linalg_qr linalg_eig linalg_matrix_exp "
+        "cholesky_inverse linalg_pinv.atol_rtol_tensor"
+    ),
 )
 def _per_matrix(call: OpCall) -> list[Axis]:
     """Ops on each matrix of a batch: only dimensions before the matrix that all inputs have."""
@@ -167,7 +166,7 @@ def _per_matrix(call: OpCall) -> list[Axis]:
 
 
 @splits("cholesky_solve.default", linear=[("self",)])
-@splits("linalg_solve_triangular.default", "linalg_lu_solve.default", linear=[("B",)])
+@splits(*kinds("linalg_solve_triangular linalg_lu_solve"), linear=[("B",)])
 def _solved(call: OpCall) -> list[Axis]:
     """Solutions for each matrix of a batch, and for each right side of a matrix."""
     sides = "self" if call.kind == "cholesky_solve.default" else "B"
@@ -178,17 +177,16 @@ def _solved(call: OpCall) -> list[Axis]:
     return [*_per_matrix(call), axis(call, (dim,), **{sides: dim})]
 
 
-@splits("_fft_r2c.default", "_fft_c2r.default", "_fft_c2c.default", linear=[("self",)])
-def _fourier(call: OpCall) -> list[Axis]:
-    rank = len(call.inputs[0].shape)
-    return [Axis((d,), (d,)) for d in range(rank) if d not in dimensions(call, "dim", rank)]
+mixes(*kinds("_fft_{r2c,c2r,c2c}"), linear=[("self",)])(
+    lambda call, rank: dimensions(call, "dim", rank)
+)
 
 
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
 
 
-@rule("attention")
-def _attention(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("attention", draws=lambda call: bool(call.args["dropout_p"]))
+def _attention(call: OpCall) -> list[Axis]:
     special = Special.OWN_RANDOM_STREAM if call.args["dropout_p"] else None
     axes = [
         axis(call, (d, d), special, query=d, key=keys, value=keys, attn_mask=mask)
@@ -196,8 +194,7 @@ def _attention(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
     ]
     if _has_causal_rows(call) and special is None:
         axes.append(axis(call, (2, 2), Special.CAUSAL_ROWS, query=2))
-    found = choose(call, placements, axis_size, axes)
-    return with_shared_stream(found) if special else found
+    return axes
 
 
 @splits("attention_backward", linear=[("grad_out",)])

@@ -13,18 +13,20 @@ their own elements need a ``Special``.
 from functools import partial
 
 from heterog.graph.op_costs import CHECK
-from heterog.graph.placement import L, OpCall, P, R
+from heterog.graph.placement import L, OpCall, P, R, kinds
 from heterog.graph.sharding_rules.table import (
     Axis,
-    Entry,
     Special,
     aligned,
     axis,
+    beside,
     broadcast_axes,
     dimension,
     dimensions,
     integer,
     integers,
+    mixes,
+    named_dim,
     of_op,
     shape_of,
     splits,
@@ -35,31 +37,23 @@ def _reduction_axes(
     call: OpCall, *, summed: bool = False, special: Special | None = None
 ) -> list[Axis]:
     """Axes of a reduction; reduced dimensions are among them only if it is a sum."""
-    rank, count = len(call.inputs[0].shape), len(call.outputs)
+    rank = len(call.inputs[0].shape)
     reduced = dimensions(call, "dim", rank)
-    keep = call.args.get("keepdim") is True
-    axes = []
-    for dim in range(rank):
-        target: Entry = dim if keep else dim - sum(r < dim for r in reduced)
-        if dim not in reduced:
-            axes.append(Axis((dim,), (target,) * count))
-        elif summed:
-            axes.append(Axis((dim,), (P,) * count, special))
-    return axes
+    sums = [Axis((dim,), (P,) * len(call.outputs), special) for dim in sorted(reduced)]
+    return [*beside(call, rank, reduced), *(sums if summed else [])]
 
 
 _SUM = partial(_reduction_axes, summed=True)
 _MEAN = partial(_SUM, special=Special.MEAN_TO_SUM)
-splits("sum.default", "sum.dim_IntList", linear=[(0,)])(_SUM)
-splits("nansum.default", "count_nonzero.default", "count_nonzero.dim_IntList")(_SUM)
-splits("mean.default", "mean.dim", linear=[(0,)])(_MEAN)
+splits(*kinds("sum sum.dim_IntList"), linear=[(0,)])(_SUM)
+splits(*kinds("nansum count_nonzero count_nonzero.dim_IntList"))(_SUM)
+splits(*kinds("mean mean.dim"), linear=[(0,)])(_MEAN)
 splits(
-    *("amax.default", "amin.default", "max.default", "min.default", "max.dim", "min.dim"),
-    *("argmax.default", "argmin.default", "median.dim", "kthvalue.default", "mode.default"),
-    *("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims"),
-    *("prod.default", "prod.dim_int", "logsumexp.default", "linalg_vector_norm.default"),
-    *("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"),
-    *("norm.ScalarOpt_dim", "nanmedian.dim", "median.default", "aminmax.default"),
+    *kinds(
+        "amax amin {max,min,median} {max,min,median,nanmedian,any,all}.dim argmax argmin "
+        "kthvalue mode any all {any,all}.dims prod prod.dim_int logsumexp linalg_vector_norm "
+        "{var,std,var_mean,std_mean}.correction norm.ScalarOpt_dim aminmax"
+    ),
 )(_reduction_axes)
 
 
@@ -70,51 +64,36 @@ def _histogram(call: OpCall) -> list[Axis]:
     return [Axis((dim,), (P,)) for dim in range(len(call.inputs[0].shape))]
 
 
-_ALONG = (
-    *("_softmax.default", "_log_softmax.default", "_safe_softmax.default", "glu.default"),
-    *("cumprod.default", "cummax.default", "cummin.default", "logcumsumexp.default"),
-    *("sort.default", "sort.stable", "argsort.default", "argsort.stable", "topk.default"),
-)
-_ALONG_LINEAR = (
-    *("cumsum.default", "glu_backward.default"),
-    *("_softmax_backward_data.default", "_log_softmax_backward_data.default"),
-)
-"""Linear in the first input; for a backward, the gradient."""
-_BY_NUMBERS_OF_ROWS = ("_log_softmax.default", "_log_softmax_backward_data.default")
+mixes(
+    *kinds("_softmax _safe_softmax glu cumprod cummax cummin logcumsumexp sort sort.stable"),
+    *kinds("argsort argsort.stable topk"),
+)(named_dim(default=-1))
+mixes(*kinds("cumsum glu_backward _softmax_backward_data"), linear=[(0,)])(named_dim(default=-1))
 
 
-@splits(*_ALONG)
-@splits(*_ALONG_LINEAR, linear=[(0,)])
-def _along(call: OpCall) -> list[Axis]:
-    """Ops that work along one dimension and treat all others as a batch."""
+@splits("_log_softmax.default")
+@splits("_log_softmax_backward_data.default", linear=[(0,)])
+def _log_softmax(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
-    along = dimension(call, "dim", rank, default=-1)
-    axes = [
-        Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in range(rank) if d != along
-    ]
-    if call.kind in _BY_NUMBERS_OF_ROWS and rank > 1:
-        inputs, outputs = ((along,) * len(metas) for metas in (call.inputs, call.outputs))
+    (dim,) = named_dim(default=-1)(call, rank)
+    axes = beside(call, rank, (dim,))
+    if rank > 1:
+        inputs, outputs = ((dim,) * len(metas) for metas in (call.inputs, call.outputs))
         axes.append(Axis(inputs, outputs, Special.NUMBERS_OF_ROWS))
     return axes
 
 
-@splits(CHECK, "_linalg_check_errors.default")
-def _check(call: OpCall) -> list[Axis]:
-    """A condition on all elements holds if it holds for the elements of each part."""
-    return [Axis((dim,), ()) for dim in range(len(call.inputs[0].shape))]
+# A condition on all elements holds if it holds for the elements of each part.
+mixes(CHECK, "_linalg_check_errors.default")(lambda call, rank: ())
 
 
-@splits("native_layer_norm.default", "_fused_rms_norm.default")
+@splits(*kinds("native_layer_norm _fused_rms_norm"))
 def _layer_norm(call: OpCall) -> list[Axis]:
     batch = len(shape_of(call, "input")) - len(integers(call, "normalized_shape"))
     return [axis(call, (d,) * len(call.outputs), input=d) for d in range(batch)]
 
 
-@splits(
-    "native_layer_norm_backward.default",
-    "_fused_rms_norm_backward.default",
-    linear=[("grad_out",)],
-)
+@splits(*kinds("native_layer_norm_backward _fused_rms_norm_backward"), linear=[("grad_out",)])
 def _layer_norm_backward(call: OpCall) -> list[Axis]:
     batch = len(shape_of(call, "input")) - len(integers(call, "normalized_shape"))
     parameters = (P, P) if "layer_norm" in call.kind else (P,)
@@ -141,9 +120,10 @@ _STATISTICS = ("weight", "bias", "running_mean", "running_var")
 
 
 @splits(
-    *("native_batch_norm.default", "_native_batch_norm_legit.default"),
-    *("_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional.default"),
-    "_native_batch_norm_legit_no_training.default",
+    *kinds(
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats "
+        "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
+    ),
 )
 def _batch_norm(call: OpCall) -> list[Axis]:
     others = len(call.outputs) - 1
@@ -169,26 +149,18 @@ def _batch_norm_backward(call: OpCall) -> list[Axis]:
     return [batch, axis(call, (1, 0, 0), grad_out=1, input=1, **channel)]
 
 
-@splits("renorm.default")
-@splits(
-    *("_weight_norm_interface.default", "_weight_norm_interface_backward.default"),
-    linear=[("grad_w",)],
-)
-def _weight_norm(call: OpCall) -> list[Axis]:
-    """``torch.nn.utils.weight_norm``: each slice along ``dim`` has a length of its own."""
-    dim = dimension(call, "dim", len(call.inputs[0].shape))
-    return [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs))]
+@mixes("renorm.default")
+@mixes(*kinds("_weight_norm_interface{,_backward}"), linear=[("grad_w",)])
+def _all_but_one(call: OpCall, rank: int) -> set[int]:
+    """Norms of slices, each of which has a length of its own."""
+    return set(range(rank)) - {dimension(call, "dim", rank)}
 
 
 NO_REDUCTION, MEAN, SUM = 0, 1, 2
 """Values of ATen's ``reduction`` argument."""
 
 
-@splits(
-    *("mse_loss.default", "smooth_l1_loss.default", "huber_loss.default"),
-    *("binary_cross_entropy.default", "binary_cross_entropy_with_logits.default"),
-    *("soft_margin_loss.default",),
-)
+@splits(*kinds("{mse,smooth_l1,huber,soft_margin}_loss binary_cross_entropy{,_with_logits}"))
 def _elementwise(call: OpCall) -> list[Axis]:
     reduction, whole = integer(call, "reduction", MEAN), shape_of(call, "self")
     special = Special.MEAN_TO_SUM if reduction == MEAN else None
@@ -203,9 +175,7 @@ def _elementwise(call: OpCall) -> list[Axis]:
 
 
 @splits(
-    *("mse_loss_backward.default", "smooth_l1_loss_backward.default"),
-    *("huber_loss_backward.default", "binary_cross_entropy_backward.default"),
-    *("soft_margin_loss_backward.default",),
+    *kinds("{mse,smooth_l1,huber,soft_margin}_loss_backward binary_cross_entropy_backward"),
     linear=[("grad_output",)],
 )
 def _elementwise_backward(call: OpCall) -> list[Axis]:
@@ -213,9 +183,9 @@ def _elementwise_backward(call: OpCall) -> list[Axis]:
     return broadcast_axes(call, special)
 
 
-@splits("multi_margin_loss.default", "multilabel_margin_loss_forward.default")
+@splits(*kinds("multi_margin_loss multilabel_margin_loss_forward"))
 @splits(
-    *("multi_margin_loss_backward.default", "multilabel_margin_loss_backward.default"),
+    *kinds("multi_margin_loss_backward multilabel_margin_loss_backward"),
     linear=[("grad_output",)],
 )
 def _margins(call: OpCall) -> list[Axis]:
@@ -229,7 +199,7 @@ def _margins(call: OpCall) -> list[Axis]:
     return [axis(call, (made, *labels), special, self=0, target=0, **rows)]
 
 
-LABEL_COUNTING_LOSSES = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})
+LABEL_COUNTING_LOSSES = frozenset(kinds("nll_loss_forward nll_loss2d_forward"))
 """Losses whose second output is the total weight of the labels that count."""
 
 
@@ -247,7 +217,7 @@ def _nll(call: OpCall) -> list[Axis]:
     return axes
 
 
-@splits("nll_loss_backward.default", "nll_loss2d_backward.default", linear=[("grad_output",)])
+@splits(*kinds("nll_loss_backward nll_loss2d_backward"), linear=[("grad_output",)])
 def _nll_backward(call: OpCall) -> list[Axis]:
     reduction = integer(call, "reduction", MEAN)
     # Only a mean is divided by the weight of all labels, so that of a sum may stay partial.

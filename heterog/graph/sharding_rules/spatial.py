@@ -1,8 +1,16 @@
 """Convolutions, pooling and resampling of images: batch and channels may be split."""
 
-from heterog.graph.placement import OpCall, P, R
+from heterog.graph.placement import OpCall, P, R, kinds
 from heterog.graph.sharding_rules.local import AFFINE_GRIDS
-from heterog.graph.sharding_rules.table import Axis, Special, axis, integer, positions, splits
+from heterog.graph.sharding_rules.table import (
+    Axis,
+    Special,
+    axis,
+    integer,
+    mixes,
+    positions,
+    splits,
+)
 
 
 @splits("convolution.default", linear=[("input", "bias"), ("weight", "bias")], summand="bias")
@@ -33,79 +41,41 @@ def _convolution_backward(call: OpCall) -> list[Axis]:
     return axes
 
 
-_PLANAR = (
-    *("max_pool2d_with_indices.default", "max_pool3d_with_indices.default"),
-    *("adaptive_max_pool2d.default", "adaptive_max_pool3d.default"),
-    *("fractional_max_pool2d.default", "fractional_max_pool3d.default"),
-)
-_PLANAR_LINEAR = (
-    *("avg_pool2d.default", "avg_pool3d.default", "avg_pool1d.default"),
-    *("_adaptive_avg_pool2d.default", "_adaptive_avg_pool3d.default"),
-    *("avg_pool2d_backward.default", "avg_pool3d_backward.default"),
-    *("_adaptive_avg_pool2d_backward.default", "_adaptive_avg_pool3d_backward.default"),
-    *("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default"),
-    *("adaptive_max_pool2d_backward.default", "adaptive_max_pool3d_backward.default"),
-    *("fractional_max_pool2d_backward.default", "fractional_max_pool3d_backward.default"),
-    *("upsample_nearest2d.default", "upsample_nearest2d_backward.default"),
-    *("upsample_bilinear2d.default", "upsample_bilinear2d_backward.default"),
-    *("upsample_bicubic2d.default", "upsample_bicubic2d_backward.default"),
-    *("_upsample_nearest_exact2d.default", "_upsample_nearest_exact2d_backward.default"),
-    *("reflection_pad2d.default", "reflection_pad2d_backward.default"),
-    *("replication_pad2d.default", "replication_pad2d_backward.default"),
-    *("upsample_nearest1d.default", "upsample_nearest1d_backward.default"),
-    *("upsample_linear1d.default", "upsample_linear1d_backward.default"),
-    *("reflection_pad1d.default", "reflection_pad1d_backward.default"),
-    *("reflection_pad3d.default", "reflection_pad3d_backward.default"),
-    *("replication_pad1d.default", "replication_pad1d_backward.default"),
-    *("replication_pad3d.default", "replication_pad3d_backward.default"),
-    *("upsample_nearest3d.default", "upsample_nearest3d_backward.default"),
-    *("upsample_trilinear3d.default", "upsample_trilinear3d_backward.default"),
-    *("_upsample_nearest_exact1d.default", "_upsample_nearest_exact1d_backward.default"),
-    *("_upsample_nearest_exact3d.default", "_upsample_nearest_exact3d_backward.default"),
-    *("max_unpool2d.default", "max_unpool3d.default"),
+_PLANAR = kinds("max_pool{2,3}d_with_indices {adaptive,fractional}_max_pool{2,3}d")
+_PLANAR_LINEAR = kinds(
+    "avg_pool1d max_unpool{2,3}d max_pool{2,3}d_with_indices_backward "
+    "{adaptive,fractional}_max_pool{2,3}d_backward {,_adaptive_}avg_pool{2,3}d{,_backward} "
+    "{reflection,replication}_pad{1,2,3}d{,_backward} upsample_nearest{1,2,3}d{,_backward} "
+    "upsample_{linear1,bilinear2,trilinear3,bicubic2}d{,_backward} "
+    "_upsample_nearest_exact{1,2,3}d{,_backward}"
 )
 """Linear in the first input: the image, or the gradient of the output."""
 
 
-@splits(*_PLANAR)
-@splits(*_PLANAR_LINEAR, linear=[(0,)])
-def _planar(call: OpCall) -> list[Axis]:
-    """Ops that treat each image plane separately: all dimensions before the plane may be split."""
-    plane = next(rank for rank in (1, 2, 3) if f"{rank}d" in call.kind)
-    leading = range(len(call.inputs[0].shape) - plane)
-    return [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in leading]
+@mixes(*_PLANAR)
+@mixes(*_PLANAR_LINEAR, linear=[(0,)])
+def _planar(call: OpCall, rank: int) -> range:
+    """Ops that treat each image plane separately."""
+    plane = next(size for size in (1, 2, 3) if f"{size}d" in call.kind)
+    return range(rank - plane, rank)
 
 
-@splits(
-    "pixel_shuffle.default",
-    "pixel_unshuffle.default",
-    "channel_shuffle.default",
-    "im2col.default",
-    "col2im.default",
-    linear=[(0,)],
-)
-def _blocks(call: OpCall) -> list[Axis]:
-    """Ops that mix channels and positions: only dimensions before them may be split."""
-    shape = call.inputs[0].shape
+@mixes(*kinds("pixel_shuffle pixel_unshuffle channel_shuffle im2col col2im"), linear=[(0,)])
+def _blocks(call: OpCall, rank: int) -> range:
+    """Ops that mix channels and positions."""
     # im2col maps [C, H, W] to [blocks, positions], col2im the other way.
-    item = 2 if call.kind == "col2im.default" else 3
-    return [Axis((d,), (d,)) for d in range(len(shape) - item)]
+    return range(rank - (2 if call.kind == "col2im.default" else 3), rank)
 
 
-@splits(*AFFINE_GRIDS, linear=[(0,)])
-def _affine_grid(call: OpCall) -> list[Axis]:
-    return [Axis((0,), (0,))]
+mixes(*AFFINE_GRIDS, linear=[(0,)])(lambda call, rank: range(1, rank))
 
 
-@splits("grid_sampler_2d.default", "grid_sampler_3d.default", linear=[("input",)])
+@splits(*kinds("grid_sampler_2d grid_sampler_3d"), linear=[("input",)])
 def _grid_sampler(call: OpCall) -> list[Axis]:
     return [axis(call, (0,), input=0, grid=0), axis(call, (1,), input=1)]
 
 
-@splits(
-    *("grid_sampler_2d_backward.default", "grid_sampler_3d_backward.default"),
-    linear=[("grad_output",)],
-)
+@splits(*kinds("grid_sampler_2d_backward grid_sampler_3d_backward"), linear=[("grad_output",)])
 def _grid_sampler_backward(call: OpCall) -> list[Axis]:
     return [
         axis(call, (0, 0), grad_output=0, input=0, grid=0),

@@ -7,11 +7,12 @@ summed, so splitting it leaves a partial sum. The given placements decide which 
 ``choose`` takes the axis that needs the fewest elements moved.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from math import inf, prod
+from typing import Any
 
 from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef
 
@@ -117,7 +118,10 @@ _Inputs = Sequence[Sequence[int | str]]
 
 
 def splits(
-    *kinds: str, linear: _Inputs | Callable[[OpCall], _Inputs] = (), summand: str = ""
+    *kinds: str,
+    linear: _Inputs | Callable[[OpCall], _Inputs] = (),
+    summand: str = "",
+    draws: Callable[[OpCall], bool] | None = None,
 ) -> Callable[["_Axes"], "_Axes"]:
     """Enter a rule in ``RULES`` that splits an op along axes which the decorated function finds.
 
@@ -125,6 +129,8 @@ def splits(
         kinds: Kinds of the ops.
         linear: As in ``choose``, for all calls or by a function of the call.
         summand: As in ``choose``; an argument name.
+        draws: Whether a call draws random numbers: without a split all devices draw the same
+            ones. ``None`` if no call does.
     """
 
     def enter(function: _Axes) -> _Axes:
@@ -142,10 +148,31 @@ def splits(
 
         def chosen(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
             axes, groups, base = of(call)
-            return choose(call, placements, axis_size, axes, groups, summand=base)
+            found = choose(call, placements, axis_size, axes, groups, summand=base)
+            if draws is not None and found.special is None and draws(call):
+                found = replace(found, special=Special.SHARED_RANDOM_STREAM)
+            return found
 
         rule(*kinds)(chosen)
         return function
+
+    return enter
+
+
+def mixes(*kinds: str, into: bool = False, **how: Any) -> Callable[["_Mixed"], "_Mixed"]:
+    """Enter a rule of ops that mix some dimensions, and treat all others as a batch.
+
+    The decorated function finds those dimensions by the rank of the first input, or of the first
+    output with ``into``. Further arguments are those of ``splits``.
+    """
+
+    def enter(mixed: _Mixed) -> _Mixed:
+        def axes(call: OpCall) -> list[Axis]:
+            rank = len((call.outputs if into else call.inputs)[0].shape)
+            return beside(call, rank, mixed(call, rank))
+
+        splits(*kinds, **how)(axes)
+        return mixed
 
     return enter
 
@@ -172,6 +199,21 @@ class Axis:
 
 
 _Axes = Callable[[OpCall], list[Axis]]
+_Mixed = Callable[[OpCall, int], Collection[int]]
+
+
+def beside(call: OpCall, rank: int, mixed: Collection[int]) -> list[Axis]:
+    """Axes of an op that mixes some dimensions of ``rank``, and treats all others as a batch.
+
+    A tensor of a smaller rank lacks the mixed ones, one of a larger rank has more at its end.
+    """
+    kept = [dim for dim in range(rank) if dim not in mixed]
+
+    def placed(metas: Iterable[TensorMeta], place: int) -> tuple[Entry, ...]:
+        return tuple(place if len(meta.shape) < rank else kept[place] for meta in metas)
+
+    places = range(len(kept))
+    return [Axis(placed(call.inputs, each), placed(call.outputs, each)) for each in places]
 
 
 def axis(
@@ -246,11 +288,6 @@ def choose(
         return best
     partials = _partials(call, placements, linear, summand)
     return min([*partials, _whole(call, placements)], key=moved)
-
-
-def with_shared_stream(rule: RuleResult) -> RuleResult:
-    """A random op's rule; where it is not split, all devices draw the same numbers."""
-    return replace(rule, special=rule.special or Special.SHARED_RANDOM_STREAM)
 
 
 def _splits(
@@ -365,6 +402,11 @@ def dimensions(call: OpCall, name: str, rank: int) -> frozenset[int]:
     """The dimensions argument ``name`` counted from 0; all of them if None, empty or missing."""
     given = integers(call, name)
     return frozenset(d % max(rank, 1) for d in given) if given else frozenset(range(rank))
+
+
+def named_dim(name: str = "dim", default: int = 0) -> Callable[[OpCall, int], tuple[int]]:
+    """The one dimension that an argument names, for ``mixes``."""
+    return lambda call, rank: (dimension(call, name, rank, default),)
 
 
 def aligned(shape: tuple[int, ...], to: tuple[int, ...], dim: int) -> Entry:

@@ -3,17 +3,20 @@
 from collections.abc import Iterable
 from math import prod
 
-from heterog.graph.placement import OpCall, Placement, R, S
+from heterog.graph.placement import OpCall, Placement, R, S, kinds
 from heterog.graph.sharding_rules.table import (
     Axis,
     RuleResult,
     Special,
     aligned,
+    beside,
     choose,
     dimension,
     dimensions,
     integer,
     integers,
+    mixes,
+    named_dim,
     rule,
     splits,
 )
@@ -44,13 +47,10 @@ def split_after_view(
     return None
 
 
-_SQUEEZES = ("squeeze.default", "squeeze.dim", "squeeze.dims")
+_SQUEEZES = kinds("squeeze squeeze.dim squeeze.dims")
 
 
-@rule(
-    *("view.default", "_unsafe_view.default", "reshape.default", "view_copy.default"),
-    *("unsqueeze.default", "flatten.using_ints", *_SQUEEZES),
-)
+@rule(*kinds("view _unsafe_view reshape view_copy unsqueeze flatten.using_ints"), *_SQUEEZES)
 def _view(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     extra, given = [], placements[0]
     shape, to = call.inputs[0].shape, call.outputs[0].shape
@@ -61,7 +61,7 @@ def _view(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Ru
     return choose(call, placements, axis_size, linear=[(0,)], extra=extra)
 
 
-@splits("permute.default", "transpose.int", "t.default", linear=[(0,)])
+@splits(*kinds("permute transpose.int t"), linear=[(0,)])
 def _permute(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     order = list(range(rank))
@@ -94,30 +94,21 @@ def _repeat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> 
     return choose(call, placements, axis_size, axes, linear=[(0,)], extra=extra)
 
 
-@splits(
-    *("flip.default", "roll.default", "rot90.default", "tril.default", "triu.default"),
-    linear=[(0,)],
-)
-def _keep_dims(call: OpCall) -> list[Axis]:
-    rank = len(call.inputs[0].shape)
-    # Without dims, roll shifts the flattened tensor and flip does not occur.
-    mixed = (
-        frozenset({rank - 1, rank - 2}) if "tri" in call.kind else dimensions(call, "dims", rank)
-    )
-    return [Axis((d,), (d,)) for d in range(rank) if d not in mixed]
+# Without dims, roll shifts the flattened tensor and flip does not occur.
+mixes(*kinds("flip roll rot90"), linear=[(0,)])(lambda call, rank: dimensions(call, "dims", rank))
+mixes(*kinds("tril triu"), linear=[(0,)])(lambda call, rank: (rank - 2, rank - 1))
 
 
-@splits(
+@mixes(
     "constant_pad_nd.default",
     linear=lambda call: [(0,)] if call.args["value"] in (0, None) else [],
 )
-def _pad(call: OpCall) -> list[Axis]:
-    rank, pad = len(call.inputs[0].shape), integers(call, "pad")
-    padded = {rank - 1 - i // 2 for i, amount in enumerate(pad) if amount != 0}
-    return [Axis((d,), (d,)) for d in range(rank) if d not in padded]
+def _pad(call: OpCall, rank: int) -> set[int]:
+    pad = integers(call, "pad")
+    return {rank - 1 - i // 2 for i, amount in enumerate(pad) if amount != 0}
 
 
-@rule("cat.default", "concat.default", "stack.default")
+@rule(*kinds("cat concat stack"))
 def _cat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     every, rank = range(len(call.inputs)), len(call.outputs[0].shape)
     along = dimension(call, "dim", rank)
@@ -158,33 +149,24 @@ def _cat_of_splits(
             yield RuleResult(inputs, (S(along, sum(sizes) // block),))
 
 
-@rule(
-    *("split.Tensor", "split_with_sizes.default", "split.sizes", "chunk.default"),
-    *("unsafe_split.Tensor", "unsafe_split_with_sizes.default", "unsafe_chunk.default"),
-)
+@rule(*kinds("split.sizes {,unsafe_}split.Tensor {,unsafe_}split_with_sizes {,unsafe_}chunk"))
 def _split(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    shape, count = call.inputs[0].shape, len(call.outputs)
+    shape = call.inputs[0].shape
     along, extra = dimension(call, "dim", len(shape)), []
     if placements[0].kind == "S" and placements[0].dim == along and "chunk" not in call.kind:
         block = shape[along] // placements[0].outer
         pieces = [meta.shape[along] for meta in call.outputs]
         if all(piece % block == 0 for piece in pieces):
             extra = [RuleResult(placements, tuple(S(along, p // block) for p in pieces))]
-    axes = [Axis((d,), (d,) * count) for d in range(len(shape)) if d != along]
+    axes = beside(call, len(shape), (along,))
     return choose(call, placements, axis_size, axes, [(0,)], extra=extra)
 
 
-@splits("unbind.int", "select.int", "select_backward.default", linear=[(0,)])
-def _select(call: OpCall) -> list[Axis]:
-    rank = max(len(meta.shape) for meta in (*call.inputs, *call.outputs))
-    along, count = dimension(call, "dim", rank), len(call.outputs)
-    pairs = [(d, d - (d > along)) for d in range(rank) if d != along]
-    if call.kind == "select_backward.default":
-        return [Axis((narrow,), (d,)) for d, narrow in pairs]
-    return [Axis((d,), (narrow,) * count) for d, narrow in pairs]
+mixes(*kinds("unbind.int select.int"), linear=[(0,)])(named_dim())
+mixes("select_backward.default", linear=[(0,)], into=True)(named_dim())
 
 
-@rule("slice.Tensor", "slice_backward.default")
+@rule(*kinds("slice.Tensor slice_backward"))
 def _slice(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     shape, to, given = call.inputs[0].shape, call.outputs[0].shape, placements[0]
     along, extra = dimension(call, "dim", len(shape)), []
@@ -194,7 +176,7 @@ def _slice(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
         start = slice_start(call)
         if start % block == 0 and to[along] % block == 0 and to[along]:
             extra = [RuleResult(placements, (S(along, to[along] // block),))]
-    axes = [Axis((d,), (d,)) for d in range(len(shape)) if d != along]
+    axes = beside(call, len(shape), (along,))
     return choose(call, placements, axis_size, axes, [(0,)], extra=extra)
 
 
@@ -206,43 +188,28 @@ def slice_start(call: OpCall) -> int:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-@splits("slice_scatter.default", "select_scatter.default", linear=[(0, 1)], summand="self")
-def _write(call: OpCall) -> list[Axis]:
-    rank = len(call.inputs[0].shape)
-    along, narrow = dimension(call, "dim", rank), call.kind == "select_scatter.default"
-    return [Axis((d, d - (narrow and d > along)), (d,)) for d in range(rank) if d != along]
+mixes(*kinds("slice_scatter select_scatter"), linear=[(0, 1)], summand="self")(named_dim())
 
 
-@splits("diagonal.default", "diag_embed.default", "diagonal_backward.default", linear=[(0,)])
-@splits("diagonal_scatter.default", linear=[(0, 1)], summand="self")
-def _diagonal(call: OpCall) -> list[Axis]:
-    """The diagonals of matrices, or matrices of diagonals: the other dimensions are a batch."""
-    of_matrices = call.kind in ("diagonal.default", "diagonal_scatter.default")
-    rank = len((call.inputs if of_matrices else call.outputs)[0].shape)
-    one, two = (-2, -1) if call.kind == "diag_embed.default" else (0, 1)
-    pair = {dimension(call, "dim1", rank, one), dimension(call, "dim2", rank, two)}
-    kept = [d for d in range(rank) if d not in pair]
-    if call.kind == "diagonal_scatter.default":
-        return [Axis((whole, part), (whole,)) for part, whole in enumerate(kept)]
-    pairs = ((whole, part) if of_matrices else (part, whole) for part, whole in enumerate(kept))
-    return [Axis((source,), (target,)) for source, target in pairs]
+@mixes("diagonal.default", linear=[(0,)])
+@mixes("diagonal_backward.default", linear=[(0,)], into=True)
+@mixes("diagonal_scatter.default", linear=[(0, 1)], summand="self")
+def _diagonal(call: OpCall, rank: int) -> set[int]:
+    return {dimension(call, "dim1", rank), dimension(call, "dim2", rank, 1)}
 
 
-@splits("unfold.default", "unfold_backward.default", linear=[(0,)])
-def _unfold(call: OpCall) -> list[Axis]:
-    folded = call.inputs if call.kind == "unfold.default" else call.outputs
-    rank = len(folded[0].shape)
-    along = dimension(call, "dimension" if "dimension" in call.args else "dim", rank)
-    return [Axis((d,), (d,)) for d in range(rank) if d != along]
+@mixes("diag_embed.default", linear=[(0,)], into=True)
+def _of_diagonals(call: OpCall, rank: int) -> set[int]:
+    return {dimension(call, "dim1", rank, -2), dimension(call, "dim2", rank, -1)}
 
 
-@splits("view_as_real.default", "view_as_complex.default", linear=[(0,)])
-def _complex(call: OpCall) -> list[Axis]:
-    rank = min(len(call.inputs[0].shape), len(call.outputs[0].shape))
-    return [Axis((d,), (d,)) for d in range(rank)]
+mixes("unfold.default", linear=[(0,)])(named_dim("dimension"))
+mixes("unfold_backward.default", linear=[(0,)], into=True)(named_dim())
+mixes("view_as_real.default", linear=[(0,)])(lambda call, rank: ())
+mixes("view_as_complex.default", linear=[(0,)])(lambda call, rank: (rank - 1,))
 
 
-@splits("as_strided.default", "_reshape_alias.default", linear=[(0,)])
+@splits(*kinds("as_strided _reshape_alias"), linear=[(0,)])
 @splits("as_strided_scatter.default", linear=[(0, 1)], summand="self")
 def _strided(call: OpCall) -> list[Axis]:
     # Strides describe memory, not dimensions, so such a view is taken of the whole tensor.

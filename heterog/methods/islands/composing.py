@@ -32,8 +32,8 @@ from heterog.methods.model_parallel import stage_starts
 from heterog.methods.teams import host_teams
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.strategy.layouts.layout import Recompute
-from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
+from heterog.strategy.layouts.layout import Layout, Recompute
+from heterog.strategy.layouts.pipelines import Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.stages import Caps, capped, shared_across_stages
 from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import Strategy
@@ -537,16 +537,16 @@ def strategy_of(
     if num_tasks > MOST_TASKS and point.num_micro > 1:
         raise StrategyError("too many tasks to simulate under a budget.")
     in_teams = any(island.members > 1 for pool in point.pools for island in pool)
-    manner = Manner(
+    layout = Layout(
+        pp=2,  # or more, or 1: the pipelines have their stages
         zero=point.zero,
         recompute=point.recompute,
         schedule="zero_bubble_v" if point.in_a_v else "1f1b",
-        num_chunks=2 if point.in_a_v else 1,
-        keeps_turns=point.in_a_v,
         sequence_parallel=in_teams,
-        step_barrier=step_barrier,
     )
-    strategy = strategy_of_pipelines(graph, cluster, pipelines, manner)
+    strategy = strategy_of_pipelines(
+        graph, cluster, pipelines, layout, keeps_turns=point.in_a_v, step_barrier=step_barrier
+    )
     if point.in_a_v or not (point.splits_backward or strategy.num_micro_batches > 1):
         return strategy
     caps = Caps.HIDING if point.hides_messages else Caps.ONE_F_ONE_B

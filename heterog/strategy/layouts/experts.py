@@ -16,7 +16,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_costs import GROUPED_PRODUCTS
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.placement import OpRule, S
+from heterog.graph.placement import OpRule, S, kinds
 from heterog.strategy.layer_shardings import exchanged
 from heterog.strategy.layouts.layout import Dispatch, LayoutError
 from heterog.strategy.layouts.tensor import TeamRules
@@ -25,7 +25,7 @@ from heterog.strategy.tensor_parallel import Region, follow_split, ops_of_groups
 
 _PRODUCTS = ("bmm.default", "baddbmm.default", *GROUPED_PRODUCTS)
 """Products of many matrices, one for each expert."""
-_PICKS = ("index.Tensor", "index_select.default", "embedding.default", "gather.default")
+_PICKS = kinds("index.Tensor index_select embedding gather")
 """Ops that pick matrices by number."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from heterog.errors import InputFileError
 from heterog.names import first_of, shown
-from heterog.strategy.layouts.layout import MOST, Layout, LayoutError
+from heterog.strategy.layouts.layout import MOST, Layout, LayoutError, programs
 
 _MOST_UNREAD = 40
 _DEGREE = re.compile(
@@ -180,6 +180,11 @@ class Fields:
     def skip(self, path: str, *names: str) -> None:
         """Ignore fields and sections that do not change where and when ops run."""
         self._skipped.update(f"{path}.{name}".lstrip(".") for name in names)
+
+    def ignore_known(self, program: str) -> None:
+        """Ignore the fields of a program that are known not to be parts of a layout."""
+        for path, names in programs()["ignored"][program].items():
+            self.skip(path, *names)
 
     def remark(self, text: str) -> None:
         """Add a remark about something that the layout does not express."""

@@ -116,7 +116,7 @@ def _beside(path: Path, name: str) -> str | None:
 def _torchtitan(fields: Fields) -> LayoutFile:
     """The sections ``parallelism``, ``training`` and ``activation_checkpoint`` of torchtitan."""
     at = "parallelism"
-    fields.skip("", *_TORCHTITAN_WORKLOAD)
+    fields.ignore_known("torchtitan")
     fields.merge(at, older="experimental")
     fields.merge(at, older="training", having="_parallel_")
     replicas = fields.number(at, "data_parallel_replicate_degree", 1)
@@ -132,21 +132,11 @@ def _torchtitan(fields: Fields) -> LayoutFile:
     _about_torchtitans_stages(fields, are_split=bool(split) or pp == 1)
     if fields.flag("training", "enable_cpu_offload"):
         fields.remark("enable_cpu_offload is not modelled: everything stays on the devices.")
-    fields.skip(
-        at,
-        "disable_loss_parallel",
-        "enable_async_tensor_parallel",
-        "context_parallel_rotate_method",
-        "context_parallel_load_balancer",
-        "enable_compiled_autograd",
-    )
     local = fields.number("training", "local_batch_size", 0, least=0)
     local = local or fields.number("training", "batch_size", 0, least=0)
     whole = fields.number("training", "global_batch_size", 0, least=-1)
     micro = fields.number(at, "pipeline_parallel_microbatch_size", 1) if pp > 1 else local
-    fields.skip(at, "pipeline_parallel_microbatch_size")
     schedule = fields.word(at, "pipeline_parallel_schedule", "1F1B") if pp > 1 else ""
-    fields.skip(at, "pipeline_parallel_schedule")
     said: dict[str, Any] = {
         "tp": tp,
         "cp": cp,
@@ -167,13 +157,6 @@ def _torchtitan(fields: Fields) -> LayoutFile:
         if not rest and chunks > 1:
             said["chunks"] = chunks
     return LayoutFile(layout=layout_of_words(said), batch_size=max(whole, 0))
-
-
-_TORCHTITAN_WORKLOAD = (
-    "job", "profiling", "metrics", "model", "optimizer", "lr_scheduler", "checkpoint", "tokenizer",
-    "debug", "validation",
-)  # fmt: skip
-"""Sections about the workload and about output."""
 
 
 def _about_torchtitans_stages(fields: Fields, *, are_split: bool) -> None:
@@ -225,9 +208,6 @@ def _torchtitan_checkpoints(fields: Fields) -> dict[str, Any]:
     at = "activation_checkpoint"
     mode = fields.word(at, "mode", "selective")  # torchtitan's own default
     every = fields.word(at, "selective_ac_option", "2")
-    fields.skip(
-        at, "per_op_sac_force_recompute_mm_shapes_by_fqns", "early_stop", "preserve_rng_state"
-    )
     if mode in ("none", "full"):
         return {"recompute": mode}
     if mode != "selective":
@@ -241,12 +221,11 @@ def _torchtitan_checkpoints(fields: Fields) -> dict[str, Any]:
 
 def _deepspeed(fields: Fields) -> LayoutFile:
     """Batch sizes, ZeRO and tensor parallelism of a DeepSpeed configuration."""
-    fields.skip("", *_DEEPSPEED_WORKLOAD)
+    fields.ignore_known("deepspeed")
     at = "zero_optimization"
     stage = fields.number(at, "stage", 0, least=0, auto=True)
     for name in ("offload_optimizer", "offload_param"):
         device = fields.word(f"{at}.{name}", "device", "none")
-        fields.skip(at, name)
         fields.skip(f"{at}.{name}", *fields.section(f"{at}.{name}"))
         if device != "none":
             fields.remark(f"{name} to {device} is not modelled: everything stays on the devices.")
@@ -262,14 +241,12 @@ def _deepspeed(fields: Fields) -> LayoutFile:
             f"sequence_parallel_size is {degree}; Ulysses cannot be said, only 1, or cp={degree} "
             "in a text for teams that share sequences in a ring."
         )
-    fields.skip(at, *_DEEPSPEED_TUNING)
     tp = max(
         fields.number("tensor_parallel", "autotp_size", 1, least=0),
         fields.number("tensor_parallel", "tp_size", 1),
         fields.number("tensor_parallel.tp", "tp_size", 1),
     )
     pp = fields.number("pipeline", "stages", 1, auto=True)
-    fields.skip("pipeline", "partition", "seed_layers")
     again = fields.number("pipeline", "activation_checkpoint_interval", 0, least=0)
     if again > 1:
         fields.remark(
@@ -277,7 +254,6 @@ def _deepspeed(fields: Fields) -> LayoutFile:
             "each such run."
         )
     kind = fields.word("optimizer", "type")
-    fields.skip("", "optimizer")
     if kind.lower().startswith(("onebit", "zeroone")):
         fields.remark(f"optimizer {kind} is not modelled: gradients travel whole.")
     if fields.section("activation_checkpointing"):
@@ -304,7 +280,6 @@ def _deepspeed_experts(fields: Fields, tp: int) -> int:
     """Replicas that share experts by AutoEP."""
     experts = "expert_parallel"
     ep = fields.number(experts, "autoep_size", 1) if fields.flag(experts, "enabled") else 1
-    fields.skip(experts, "autoep_size", "preset_model", "grouped_mm_backend", "use_grouped_mm")
     if ep > 1 and tp > 1:
         raise LayoutError(
             f"{experts}.autoep_size is {ep} beside teams of {tp}; say ep=... in a text, of "
@@ -313,29 +288,9 @@ def _deepspeed_experts(fields: Fields, tp: int) -> int:
     return ep
 
 
-_DEEPSPEED_WORKLOAD = (
-    "steps_per_print", "gradient_clipping", "prescale_gradients", "wall_clock_breakdown",
-    "zero_allow_untested_optimizer", "dump_state", "communication_data_type", "sparse_gradients",
-    "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "seed", "scheduler", "fp16",
-    "bf16", "bfloat16", "amp", "data_types", "checkpoint", "tensorboard", "wandb", "comet",
-    "csv_monitor", "flops_profiler", "comms_logger", "dataloader_drop_last", "memory_breakdown",
-    "torch_autocast",
-)  # fmt: skip
-"""Fields and sections about the optimizer, dtypes, the loop and output."""
-_DEEPSPEED_TUNING = (
-    "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
-    "reduce_bucket_size", "contiguous_gradients", "round_robin_gradients", "sub_group_size",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "elastic_checkpoint",
-    "load_from_fp32_weights", "zero_allow_untested_optimizer", "log_trace_cache_warnings",
-)  # fmt: skip
-"""Fields of ``zero_optimization`` that change only speed: buckets, prefetching, saving."""
-
-
 def _accelerate(fields: Fields) -> LayoutFile:
     """The output of ``accelerate config``."""
-    fields.skip("", *_ACCELERATE_LAUNCH)
+    fields.ignore_known("accelerate")
     if "distributed_type" not in fields.section(""):
         return LayoutFile(layout=Layout())  # refused later, because no field was read
     kind = fields.word("", "distributed_type", "NO").upper().replace("-", "_")
@@ -368,18 +323,6 @@ def _accelerate(fields: Fields) -> LayoutFile:
     return LayoutFile(layout=layout)
 
 
-_ACCELERATE_LAUNCH = (
-    "compute_environment", "debug", "downcast_bf16", "dynamo_backend", "enable_cpu_affinity",
-    "gpu_ids", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
-    "mixed_precision", "num_machines", "rdzv_backend", "same_network", "tpu_env",
-    "tpu_use_cluster", "tpu_use_sudo", "use_cpu", "dynamo_config", "fp8_config", "ipex_config",
-    "mpirun_config", "use_xpu", "rdzv_conf", "rdzv_id", "commands", "command_file", "tpu_name",
-    "tpu_zone", "tpu_vm", "downcast_fp16", "log_level", "max_restarts", "monitor_interval",
-    "use_mps_device",
-)  # fmt: skip
-"""Fields about how ranks are started and find each other."""
-
-
 def _with_mesh(fields: Fields, layout: Layout) -> Layout:
     """The sizes of ``parallelism_config``, if there is one."""
     at, name = "parallelism_config", "parallelism_config_"
@@ -387,7 +330,7 @@ def _with_mesh(fields: Fields, layout: Layout) -> Layout:
         return layout
     if (degree := fields.number(at, f"{name}sp_size", 1)) > 1:
         raise LayoutError(f"{name}sp_size is {degree}; it cannot be said yet, only 1.")
-    fields.skip(at, *(f"{name}{each}" for each in _MESH_TUNING))
+    fields.ignore_known("accelerate_mesh")
     tp, cp, replicas, shards = (
         fields.number(at, f"{name}{axis}_size", 1)
         for axis in ("tp", "cp", "dp_replicate", "dp_shard")
@@ -401,12 +344,6 @@ def _with_mesh(fields: Fields, layout: Layout) -> Layout:
         zero=zero,
         dp_replicate=replicas if zero else 1,
     )
-
-
-_MESH_TUNING = (
-    "cp_comm_strategy", "cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
-    "sp_attn_implementation",
-)  # fmt: skip
 
 
 def _accelerate_fsdp(fields: Fields) -> Layout:
@@ -426,20 +363,11 @@ def _accelerate_fsdp(fields: Fields) -> Layout:
     if fields.flag(at, "fsdp_offload_params"):
         fields.remark("fsdp_offload_params is not modelled: everything stays on the devices.")
     full = fields.flag(at, "fsdp_activation_checkpointing")
-    fields.skip(at, *_FSDP_TUNING)
+    fields.ignore_known("accelerate_fsdp")
     num_micro = fields.number("", "gradient_accumulation_steps", 0, auto=True)
     return layout_of_words(
         words | {"num_micro": num_micro, "recompute": "full" if full else "none"}
     )
-
-
-_FSDP_TUNING = (
-    "fsdp_version", "fsdp_auto_wrap_policy", "fsdp_backward_prefetch",
-    "fsdp_backward_prefetch_policy", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading",
-    "fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_use_orig_params",
-    "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params",
-)  # fmt: skip
-"""Fields of ``fsdp_config`` about wrapping, prefetching and saving."""
 
 
 def _accelerate_deepspeed(fields: Fields) -> Layout:
@@ -451,17 +379,7 @@ def _accelerate_deepspeed(fields: Fields) -> Layout:
     for name in ("offload_optimizer_device", "offload_param_device"):
         if (device := fields.word(at, name, "none")) != "none":
             fields.remark(f"{name} {device} is not modelled: everything stays on the devices.")
-    fields.skip(
-        at,
-        "gradient_clipping",
-        "zero3_init_flag",
-        "zero3_save_16bit_model",
-        "deepspeed_multinode_launcher",
-        "deepspeed_moe_layer_cls_names",
-        "offload_optimizer_nvme_path",
-        "offload_param_nvme_path",
-        "deepspeed_hostfile",
-    )
+    fields.ignore_known("accelerate_deepspeed")
     return Layout(
         zero=fields.number(at, "zero_stage", 2, least=0),
         num_micro=fields.number(at, "gradient_accumulation_steps", 0, auto=True),
@@ -471,7 +389,7 @@ def _accelerate_deepspeed(fields: Fields) -> Layout:
 def _accelerate_megatron(fields: Fields) -> Layout:
     num_micro = fields.number("megatron_lm_config", "megatron_lm_num_micro_batches", 0)
     of_megatron = fields.below("megatron_lm_config", "megatron_lm_", _OF_MEGATRON)
-    of_megatron.skip("", "gradient_clipping", "num_micro_batches")
+    of_megatron.ignore_known("accelerate_megatron")
     layout = read_megatron(of_megatron).layout
     fields.remarks += of_megatron.unread()
     return replace(layout, num_micro=num_micro)

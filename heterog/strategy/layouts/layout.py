@@ -8,12 +8,15 @@ strategy can express more; layouts serve as its baselines.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cache
+from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
 from heterog.errors import HeterogError, nearest
 from heterog.names import shown
 from heterog.strategy.schedules import SCHEDULES
+from heterog.yaml_files import load_shipped
 
 MOST = 1 << 20
 """Limit of any number in a layout: far above any cluster or batch."""
@@ -309,37 +312,6 @@ def _take_shards(said: dict[str, str]) -> None:
     said.setdefault("zero", "3" if each > 1 else "0")
 
 
-_SCHEDULE_WORDS: Mapping[str, str] = MappingProxyType({
-    "afab": "gpipe", "schedulegpipe": "gpipe", "schedule1f1b": "1f1b",
-    "one_f_one_b": "1f1b", "interleaved1f1b": "interleaved", "interleaved_1f1b": "interleaved",
-    "scheduleinterleaved1f1b": "interleaved", "interleavedzerobubble": "interleaved_zero_bubble",
-    "scheduleinterleavedzerobubble": "interleaved_zero_bubble", "zbv": "zero_bubble_v",
-    "zb_v": "zero_bubble_v", "zbvzerobubble": "zero_bubble_v",
-    "schedulezbvzerobubble": "zero_bubble_v", "dualpipev": "dual_pipe_v",
-    "loopedbfs": "breadth_first", "scheduleloopedbfs": "breadth_first",
-    "scheduledualpipev": "dual_pipe_v", "dual_pipev": "dual_pipe_v",
-})  # fmt: skip
-"""Names of schedules in Megatron and ``torch.distributed.pipelining``."""
-_KEY_WORDS: Mapping[str, str] = MappingProxyType({
-    "tensor_parallel": "tp", "tensor_model_parallel_size": "tp", "tensor_parallel_degree": "tp",
-    "tensor_parallel_size": "tp", "context_parallel": "cp", "context_parallel_size": "cp",
-    "context_parallel_degree": "cp", "expert_parallel": "ep",
-    "expert_model_parallel_size": "ep", "expert_parallel_size": "ep",
-    "expert_parallel_degree": "ep", "moe_token_dispatcher_type": "dispatch",
-    "token_dispatcher": "dispatch",
-    "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp",
-    "pipeline_parallel_degree": "pp", "pipeline_parallel_size": "pp", "data_parallel": "dp",
-    "data_parallel_replicate_degree": "dp_replicate", "dp_replicate_size": "dp_replicate",
-    "data_parallel_shard_degree": "dp_shard", "dp_shard_size": "dp_shard",
-    "num_distributed_optimizer_instances": "dp_replicate",
-    "data_parallel_size": "dp", "micro_batch_size": "micro_batch", "mbs": "micro_batch",
-    "gradient_accumulation_steps": "num_micro", "num_micro_batches": "num_micro",
-    "zero_stage": "zero", "recompute_granularity": "recompute",
-    "activation_checkpoint": "recompute", "pipeline_schedule": "schedule",
-    "virtual_pipeline_model_parallel_size": "chunks", "split_points": "split",
-    "sp": "sequence_parallel", "sequence_parallelism": "sequence_parallel",
-})  # fmt: skip
-"""Names of keys in other programs."""
 FSDP_STAGES: Mapping[str, int] = MappingProxyType(
     {
         "full_shard": 3,
@@ -370,6 +342,21 @@ _DISPATCH_WORDS = {
 _KEYS = tuple(field.name for field in fields(Layout))
 
 
+@cache
+def programs() -> dict[str, Any]:
+    """What is known of other programs; the file says what it holds."""
+    found: dict[str, Any] = load_shipped(
+        resources.files("heterog.strategy.layouts") / "programs.yaml"
+    )
+    return found
+
+
+def _in_own_words(kind: str, word: str) -> str:
+    """The word of this vocabulary for one of another program, or that word itself."""
+    own: dict[str, list[str]] = programs()[kind]
+    return next((name for name, others in own.items() if word in others), word)
+
+
 def _own_word(key: str, value: str) -> tuple[str, str]:
     """Convert a key and value to this vocabulary.
 
@@ -381,7 +368,7 @@ def _own_word(key: str, value: str) -> tuple[str, str]:
         return "zero", "1" if _yes_or_no(plain, value) else "0"
     if plain in ("fsdp", "fsdp_sharding_strategy", "sharding_strategy"):
         return "fsdp", value
-    name = _KEY_WORDS.get(plain, plain)
+    name = _in_own_words("keys", plain)
     if name not in (*_KEYS, "dp_shard"):
         raise LayoutError(_unknown("key of a layout", key, (*_KEYS, "dp_shard", "fsdp")))
     return name, value
@@ -431,7 +418,7 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "dispatch": lambda name, value: Dispatch(
         _one_of(name, value, tuple(Dispatch), _DISPATCH_WORDS)
     ),
-    "schedule": lambda _, value: _SCHEDULE_WORDS.get(_plain(value), _plain(value)),
+    "schedule": lambda _, value: _in_own_words("schedules", _plain(value)),
     "layers": lambda name, value: tuple(_number(name, each) for each in value.split("-")),
     "split": lambda _, value: tuple(each.strip() for each in value.split("+") if each.strip()),
     "vocabulary_parallel": _yes_or_no,

@@ -13,7 +13,7 @@ from heterog.errors import InputFileError
 from heterog.files import parse_json
 from heterog.names import shown
 from heterog.strategy.layouts.fields import Fields, LayoutFile, Twice, leaves
-from heterog.strategy.layouts.layout import LayoutError, layout_of_words
+from heterog.strategy.layouts.layout import LayoutError, layout_of_words, programs
 from heterog.strategy.layouts.shell import OR, Script, read_script
 
 _NAME = re.compile(
@@ -167,8 +167,8 @@ def read_megatron(fields: Fields) -> LayoutFile:
         InputFileError: a field has a wrong type.
         LayoutError: a field asks for something that a layout cannot express.
     """
-    fields.skip("", "_target_", "_partial_", "_call_")
-    for name, none in _CANNOT_BE_SAID.items():
+    fields.ignore_known("megatron")
+    for name, none in programs()["refused"].items():
         value = fields.take("", name)
         if value not in (None, none, False):
             raise LayoutError(f"{name} is {shown(value)}; it cannot be said, only {none}.")
@@ -190,10 +190,9 @@ def read_megatron(fields: Fields) -> LayoutFile:
             raise LayoutError(f"{world} devices are not {words} times a number of replicas.")
         else:
             said["dp"] = world // replica
-    for name in _REMARKED:
+    for name in programs()["remarked"]:
         if fields.take("", name) not in (None, False, "null", 0):
             fields.remark(f"{name} is not modelled.")
-    fields.skip("", *_TUNING, *_MEETING)
     batch = fields.number("", "global_batch_size", 0)
     return LayoutFile(layout=layout_of_words(said), batch_size=batch)
 
@@ -373,7 +372,6 @@ _FSDP_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params
 _NEMO_STAGES = {"full": 3, "grad": 2, "hybrid": 3}
 _PER_HOST = ("devices", "nproc_per_node", "gpus_per_node", "num_gpus", "ntasks_per_node")
 _HOSTS = ("num_nodes", "nnodes", "nodes")
-_MEETING = ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
 LAUNCHER = (*_PER_HOST, *_HOSTS, "fsdp")
 """Fields that files of other programs have, too."""
 _OF_DEEPSPEED = {
@@ -382,26 +380,3 @@ _OF_DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",
 }
 """Names in Megatron-DeepSpeed's command of fields that DeepSpeed's file has, too."""
-_CANNOT_BE_SAID: Mapping[str, object] = {
-    "pipeline_model_parallel_split_rank": None,
-    "encoder_tensor_model_parallel_size": 0,
-    "encoder_pipeline_model_parallel_size": 0,
-    "hierarchical_context_parallel_sizes": None,
-    "ds_sequence_parallel_size": 1,
-}
-"""Fields that a layout cannot express, with the value that changes nothing."""
-_REMARKED = (
-    "cpu_offloading", "optimizer_cpu_offload", "rampup_batch_size", "moe_extended_tp",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-    "defer_embedding_wgrad_compute", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm",
-)  # fmt: skip
-"""Fields that change the step, but without which a layout is still meaningful."""
-_TUNING = (
-    "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "overlap_param_gather_with_"
-    "optimizer_step", "tp_comm_overlap", "ub_tp_comm_overlap", "align_grad_reduce",
-    "align_param_gather", "batch_p2p_comm", "batch_p2p_communication", "ddp_bucket_size",
-    "ddp_num_buckets", "ddp_average_in_collective", "no_overlap_p2p_communication",
-    "distribute_saved_activations", "pipeline_dtype", "microbatch_group_size_per_virtual_pipeline_"
-    "stage", "cp_comm_type", "eval_batch_size", "micro_batch_size_eval",
-)  # fmt: skip
-"""Fields that change only speed."""

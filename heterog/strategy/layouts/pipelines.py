@@ -11,7 +11,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import Keeps, attention_scores
 from heterog.strategy.layouts.experts import context_rules, expert_rules, groups_of_experts
-from heterog.strategy.layouts.layout import Dispatch, Recompute
+from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of, num_returns
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
 from heterog.strategy.schedules import (
@@ -65,45 +65,26 @@ KEEPS = {
 """Values that a layer keeps under each kind of recomputation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """Settings that all pipelines of a strategy share.
-
-    Attributes:
-        zero: stage of ZeRO.
-        recompute: which activations are made again for the backward pass.
-        recompute_every: recompute only every n-th layer.
-        schedule: a name of ``schedules.SCHEDULES``.
-        num_chunks: number of stages of each rank.
-        keeps_turns: whether the schedule states every turn; otherwise only its caps are used.
-        vocabulary_parallel: whether teams split ops outside of the layers, too.
-        sequence_parallel: whether teams split activations between matrix products by positions.
-        context_parallel: whether teams split sequences instead of layers.
-        expert_parallel: number of neighbouring replicas that share experts; 1 for none.
-        dispatch: how tokens come to experts on other members.
-        step_barrier: whether a step ends with all updates.
-    """
-
-    zero: int = 0
-    recompute: Recompute = Recompute.NONE
-    recompute_every: int = 1
-    schedule: str = "1f1b"
-    num_chunks: int = 1
-    keeps_turns: bool = True
-    vocabulary_parallel: bool = True
-    sequence_parallel: bool = False
-    context_parallel: bool = False
-    expert_parallel: int = 1
-    dispatch: Dispatch = Dispatch.ALL_TO_ALL
-    step_barrier: bool = True
-
-
 def strategy_of_pipelines(
-    graph: OpGraph, cluster: Cluster, pipelines: Sequence[Pipeline], manner: Manner
+    graph: OpGraph,
+    cluster: Cluster,
+    pipelines: Sequence[Pipeline],
+    layout: Layout,
+    *,
+    keeps_turns: bool = True,
+    step_barrier: bool = True,
 ) -> Strategy:
     """Make the strategy of some pipelines that train on one batch together.
 
     It is not checked here, because evaluating a strategy checks it.
+
+    Args:
+        graph: One training step.
+        cluster: Devices and links.
+        pipelines: Their stages, teams and micro-batches, which may be unequal.
+        layout: All else that they share: ZeRO, recomputation, the schedule, splits in teams.
+        keeps_turns: Whether the schedule states every turn; otherwise only its caps are used.
+        step_barrier: Whether a step ends with all updates.
 
     Raises:
         StrategyError: a device is in two teams, or the schedule does not exist for these numbers.
@@ -113,8 +94,8 @@ def strategy_of_pipelines(
         twice = next(device for device in used if used.count(device) > 1)
         raise StrategyError(f"device {twice} is in two teams; each device has one place.")
     samples = _samples_of_devices(pipelines, cluster.num_devices)
-    decisions = _decisions(graph, cluster, pipelines, manner, samples)
-    rules = rules_of_teams(graph, pipelines, manner)
+    decisions = _decisions(graph, cluster, pipelines, layout, samples)
+    rules = rules_of_teams(graph, pipelines, layout)
     num_micro = max(len(pipeline.micro_batches) for pipeline in pipelines)
     makes_again = any(decision.recompute for decision in decisions)
     return Strategy(
@@ -124,9 +105,11 @@ def strategy_of_pipelines(
         homes=(REPLICATED,) * len(graph.updates),
         micro_batches=tuple(samples) if num_micro > 1 else (),
         bucket_bytes=DEFAULT_BUCKET_BYTES,
-        step_barrier=manner.step_barrier,
+        step_barrier=step_barrier,
         op_rules=rules.op_rules if rules is not None else (),
-        schedule=_schedule(graph, decisions, pipelines, manner, cluster.num_devices),
+        schedule=_schedule(
+            graph, decisions, pipelines, layout, cluster.num_devices, keeps_turns=keeps_turns
+        ),
         blocks=cut_at_changes(layer_blocks(graph), decisions) if makes_again else (),
     )
 
@@ -147,18 +130,18 @@ def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list
 
 
 def teams_of_groups(
-    graph: OpGraph, pipelines: Sequence[Pipeline], manner: Manner
+    graph: OpGraph, pipelines: Sequence[Pipeline], layout: Layout
 ) -> list[tuple[tuple[int, ...], ...]]:
     """The teams of each group, pipeline by pipeline.  # [num_groups]
 
     In groups of experts the teams of replicas that share experts are joined to one.
     """
-    rank_of = [_rank_of_stage(len(pipeline.teams), manner) for pipeline in pipelines]
-    experts = groups_of_experts(graph) if manner.expert_parallel > 1 else frozenset()
+    rank_of = [_rank_of_stage(len(pipeline.teams), layout) for pipeline in pipelines]
+    experts = groups_of_experts(graph) if layout.ep > 1 else frozenset()
     of_stages: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], ...]] = {}
     found = []
     for group in range(group_ops(graph).num_groups):
-        joined = manner.expert_parallel if group in experts else 1
+        joined = layout.ep if group in experts else 1
         stages = tuple(pipeline.stages[group] for pipeline in pipelines)
         if (stages, joined) not in of_stages:  # many groups have the same stages
             of_stages[stages, joined] = tuple(
@@ -184,23 +167,23 @@ def _joined(teams: Sequence[tuple[int, ...]], number: int) -> Iterator[tuple[int
 
 
 def rules_of_teams(
-    graph: OpGraph, pipelines: Sequence[Pipeline], manner: Manner
+    graph: OpGraph, pipelines: Sequence[Pipeline], layout: Layout
 ) -> TeamRules | None:
     """Rules of all groups with a team of several devices; ``None`` if there is no such group.
 
     Raises:
         LayoutError: nothing can be split, or not into as many parts as a team has members.
     """
-    of_groups = teams_of_groups(graph, pipelines, manner)
+    of_groups = teams_of_groups(graph, pipelines, layout)
     largest = {id(teams): max(map(len, teams)) for teams in each_once(of_groups)}
     sizes = [largest[id(teams)] for teams in of_groups]
     groups = tuple(group for group, size in enumerate(sizes) if size > 1)
-    if manner.expert_parallel == 1:
-        return _rules_of_layers(graph, groups, sizes, manner)
+    if layout.ep == 1:
+        return _rules_of_layers(graph, groups, sizes, layout)
     experts = groups_of_experts(graph)
-    of_experts = expert_rules(graph, sorted(experts), max(sizes, default=1), manner.dispatch)
+    of_experts = expert_rules(graph, sorted(experts), max(sizes, default=1), layout.dispatch)
     rest = tuple(group for group in groups if group not in experts)
-    others = _rules_of_layers(graph, rest, sizes, manner)
+    others = _rules_of_layers(graph, rest, sizes, layout)
     if others is None:
         return of_experts
     group_of = group_ops(graph).group
@@ -213,7 +196,7 @@ def rules_of_teams(
 
 
 def _rules_of_layers(
-    graph: OpGraph, groups: tuple[int, ...], sizes: Sequence[int], manner: Manner
+    graph: OpGraph, groups: tuple[int, ...], sizes: Sequence[int], layout: Layout
 ) -> TeamRules | None:
     """Rules by which teams split layers or sequences.
 
@@ -221,19 +204,19 @@ def _rules_of_layers(
         graph: One training step.
         groups: Groups of teams of several devices.
         sizes: Size of the largest team of each group.
-        manner: Decides which of the two, and how.
+        layout: Decides which of the two, and how.
     """
     if not groups:
         return None
     sizes = [sizes[group] for group in groups]
-    if manner.context_parallel:
+    if layout.cp > 1:
         return context_rules(graph, max(sizes))
     return team_rules(
         graph,
         groups,
         members=max(sizes),
-        vocabulary_parallel=manner.vocabulary_parallel,
-        sequence_parallel=manner.sequence_parallel,
+        vocabulary_parallel=layout.vocabulary_parallel,
+        sequence_parallel=layout.sequence_parallel,
     )
 
 
@@ -241,25 +224,25 @@ def _decisions(
     graph: OpGraph,
     cluster: Cluster,
     pipelines: Sequence[Pipeline],
-    manner: Manner,
+    layout: Layout,
     samples: Sequence[tuple[int, ...]],
 ) -> tuple[Decision, ...]:
     """Teams and recomputation of each group as decisions."""
     in_layer = layers_of(graph).of_group
-    is_selective = manner.recompute == Recompute.SELECTIVE
-    recomputes = bool(attention_scores(graph)) if is_selective else manner.recompute in KEEPS
+    is_selective = layout.recompute == Recompute.SELECTIVE
+    recomputes = bool(attention_scores(graph)) if is_selective else layout.recompute in KEEPS
     made: dict[tuple[int, bool], Decision] = {}  # groups of a stage have the same object as teams
     found = []
-    for group, teams in enumerate(teams_of_groups(graph, pipelines, manner)):
+    for group, teams in enumerate(teams_of_groups(graph, pipelines, layout)):
         recompute = (
             recomputes
             and in_layer[group] != NO_LAYER
-            and (in_layer[group] + 1) % manner.recompute_every == 0
+            and (in_layer[group] + 1) % layout.recompute_every == 0
         )
         if (id(teams), recompute) not in made:
-            decision = _decision(cluster, teams, manner.zero, samples)
+            decision = _decision(cluster, teams, layout.zero, samples)
             if recompute:
-                decision = replace(decision, recompute=True, keeps=KEEPS[manner.recompute])
+                decision = replace(decision, recompute=True, keeps=KEEPS[layout.recompute])
             made[id(teams), recompute] = _in_copies(decision, teams, pipelines)
         found.append(made[id(teams), recompute])
     return tuple(found)
@@ -296,17 +279,19 @@ def _in_copies(
     return replace(decision, slice_groups=tuple(_joined(teams, len(teams) // copies)))
 
 
-def _rank_of_stage(num_ranks: int, manner: Manner) -> tuple[int, ...]:
+def _rank_of_stage(num_ranks: int, layout: Layout) -> tuple[int, ...]:
     ranks = [(rank,) for rank in range(num_ranks)]
-    return tuple(rank for (rank,) in stages_of(manner.schedule, ranks, manner.num_chunks))
+    return tuple(rank for (rank,) in stages_of(layout.schedule_name, ranks, layout.num_chunks))
 
 
 def _schedule(
     graph: OpGraph,
     decisions: Sequence[Decision],
     pipelines: Sequence[Pipeline],
-    manner: Manner,
+    layout: Layout,
     num_devices: int,
+    *,
+    keeps_turns: bool,
 ) -> PipelineSchedule:
     """The named schedule of each pipeline, on its own devices.
 
@@ -314,20 +299,20 @@ def _schedule(
     """
     if max(len(pipeline.micro_batches) for pipeline in pipelines) == 1:
         return AS_IT_COMES
-    is_by_layer = manner.schedule == "breadth_first" and len(pipelines[0].ranks) == 1
+    is_by_layer = layout.schedule == "breadth_first" and len(pipelines[0].ranks) == 1
     layers = layer_blocks(graph) if is_by_layer else ()
     chunks = device_chunks([each.devices for each in decisions], num_devices, layers)
     parts = []
     for pipeline in pipelines:
         stated = stated_turns(
-            manner.schedule,
+            layout.schedule_name,
             pipeline.ranks,
-            len(chunks[pipeline.ranks[0][0]]) if is_by_layer else manner.num_chunks,
+            len(chunks[pipeline.ranks[0][0]]) if is_by_layer else layout.num_chunks,
             len(pipeline.micro_batches),
             num_devices=num_devices,
         )
         returns = num_returns(graph, pipeline.stages)
-        parts.append(stated if manner.keeps_turns else as_caps(stated, returns))
+        parts.append(stated if keeps_turns else as_caps(stated, returns))
     starts = {
         group
         for pipeline in pipelines
@@ -339,7 +324,7 @@ def _schedule(
         in_flight=_beside([part.in_flight for part in parts]),
         splits_backward=any(part.splits_backward for part in parts),
         turns=_beside([part.turns for part in parts]),
-        chunk_starts=tuple(sorted(starts)) if manner.num_chunks > 1 or is_by_layer else (),
+        chunk_starts=tuple(sorted(starts)) if layout.num_chunks > 1 or is_by_layer else (),
         gathers_once=any(part.gathers_once for part in parts),
     )
 

@@ -9,7 +9,6 @@ from heterog.graph.op_graph import OpGraph
 from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
 from heterog.strategy.layouts.pipelines import (
-    Manner,
     Pipeline,
     each_once,
     rules_of_teams,
@@ -145,14 +144,23 @@ def place_layout(
         micro_batches=(sizes.micro_batch * sizes.dp,) * sizes.num_micro,
         num_copies=sizes.dp_replicate if layout.zero else 1,
     )
-    manner = _manner(layout, has_shared=bool(shared), step_barrier=step_barrier)
-    rules = rules_of_teams(graph, (pipeline,), manner)
-    of_groups = teams_of_groups(graph, (pipeline,), manner)
+    # Within a turn a device would wait for later stages if they share a weight, or for replicas if
+    # gradients are sliced: then only the schedule's caps are used.
+    waits = bool(shared) or (layout.schedule_name == "1f1b" and layout.zero >= 2)
+    rules = rules_of_teams(graph, (pipeline,), layout)
+    of_groups = teams_of_groups(graph, (pipeline,), layout)
     teams = dict.fromkeys(team for of_group in each_once(of_groups) for team in of_group)
     return Given(
         layout=asked,
         sizes=sizes,
-        strategy=strategy_of_pipelines(graph, cluster, (pipeline,), manner),
+        strategy=strategy_of_pipelines(
+            graph,
+            cluster,
+            (pipeline,),
+            layout,
+            keeps_turns=not waits,
+            step_barrier=step_barrier,
+        ),
         remarks=(
             *_remarks(asked, sizes, graph, cluster, shared),
             *(rules.remarks if rules is not None else ()),
@@ -200,26 +208,6 @@ def _with_copies(layout: Layout, sizes: Layout, hosts: Sequence[int]) -> Layout:
             "expert, which has nothing to slice; give fewer copies, or a smaller ep."
         )
     return replace(sizes, dp_replicate=copies)
-
-
-def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
-    # Within a turn a device would wait for later stages if they share a weight, or for replicas if
-    # gradients are sliced: then only the schedule's caps are used.
-    waits = has_shared or (layout.schedule_name == "1f1b" and layout.zero >= 2)
-    return Manner(
-        zero=layout.zero,
-        recompute=layout.recompute,
-        recompute_every=layout.recompute_every,
-        schedule=layout.schedule_name,
-        num_chunks=layout.num_chunks,
-        keeps_turns=not waits,
-        vocabulary_parallel=layout.vocabulary_parallel,
-        sequence_parallel=layout.sequence_parallel,
-        context_parallel=layout.cp > 1,
-        expert_parallel=layout.ep,
-        dispatch=layout.dispatch,
-        step_barrier=step_barrier,
-    )
 
 
 def _remarks(
