@@ -17,7 +17,8 @@ Rules, also those of the slow reference in the tests:
   them go on at 1 / L_r of their speed if L_r > 1. So the bytes of an operation that starts are
   through after H L_r on its slowest link r, or when that link has done all that it has to do by
   now if that is sooner. Then it is asked whether others have joined that link since; if so, the
-  bytes that are left take their time at the present load.
+  bytes that are left take their time at the present load. (Unlike in the referee, all flows have
+  the same weight.)
 - Communication slows compute (*drag*): every byte takes seconds of compute from the members
   (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly
   from the operation's start to its end. If an op already runs when communication starts, the next
@@ -46,7 +47,7 @@ from heterog.lowering.program import (
 )
 from heterog.lowering.tape import IN_TURN, NUM_TASKS, Tape
 from heterog.pricing.cost_model import ChannelPrices, Prices
-from heterog.simulator.heaps import pop_event, push_event, remove_first, sift_up
+from heterog.simulator.heaps import pop_event, push_event, remove_first, replace_event, sift_up
 from heterog.simulator.successors import prepare, rank_tasks
 from heterog.simulator.task_seconds import price_kernel
 from heterog.simulator.timings import (
@@ -381,9 +382,10 @@ def _start_links(
 @helper
 def _serve(work: Workspace, resource: int, now: float) -> None:
     """Count what a link has done for each operation under way since its load changed."""
-    since = now - work.served_at[resource]
-    work.served[resource] += since / max(work.load[resource], 1.0)
-    work.served_at[resource] = now
+    if now > work.served_at[resource]:
+        since = now - work.served_at[resource]
+        work.served[resource] += since / max(work.load[resource], 1.0)
+        work.served_at[resource] = now
 
 
 @helper
@@ -454,8 +456,12 @@ def _rest(
 @helper
 def _end_bytes(
     tape: Tape, prices: Prices, timings: Timings, work: Workspace, task: int, now: float
-) -> None:
-    """Let an operation go whose bytes are through, or find when they are if others have joined."""
+) -> tuple[float, int]:
+    """Let an operation go whose bytes are through, or find when they are if others have joined.
+
+    Returns:
+        (time, item of the heap) of what follows.
+    """
     channels, channel = prices.channels, tape.tasks[task].channel
     queue, payload = channels.queue[channel], tape.tasks[task].num_bytes
     alone = work.alone[queue]
@@ -465,8 +471,7 @@ def _end_bytes(
         left = (work.due[queue] - work.served[slowest]) * max(work.load[slowest], 1.0)
         left = min(left, work.free_at[slowest] - now)
         if left > 1e-9 * alone and now + left > now:
-            _end_later(timings, work, now + left, 2 * task + 1)
-            return
+            return float(now + left), 2 * task + 1
     for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
         held = payload * channels.resource_s_per_byte[entry]
         if held > 0.0:
@@ -476,7 +481,7 @@ def _end_bytes(
         work.is_taken[queue] = False
         _try_queue(timings, work, queue)
     timings.finish[task] = now + _rest(tape, channels, timings, work, task)
-    _end_later(timings, work, timings.finish[task], 2 * task)
+    return float(timings.finish[task]), 2 * task
 
 
 @helper
@@ -506,13 +511,13 @@ def _end_first(tape: Tape, prices: Prices, timings: Timings, work: Workspace, no
     Item ``2 * task`` is a task's end, ``2 * task + 1`` that of the bytes of an operation, and
     ``-1 - device`` that of ops nobody else waits for.
     """
-    item = int(timings.heap_item[0])
-    work.counts[NUM_AHEAD] = pop_event(
-        timings.heap_time, timings.heap_item, work.counts[NUM_AHEAD]
-    )
+    times, items, size = timings.heap_time, timings.heap_item, work.counts[NUM_AHEAD]
+    item = int(items[0])
     if item >= 0 and item & 1:
-        _end_bytes(tape, prices, timings, work, item >> 1, now)
+        time, following = _end_bytes(tape, prices, timings, work, item >> 1, now)
+        replace_event(times, items, size, time, following)
         return
+    work.counts[NUM_AHEAD] = pop_event(times, items, size)
     device = -1 - item
     if item >= 0:
         _end_task(tape, prices, timings, work, item >> 1)
