@@ -12,12 +12,13 @@ Rules, also those of the slow reference in the tests:
   (the device set), by priority. A queue serves one operation at a time: a transfer until its
   bytes are through (its latency overlaps with the next one), a collective to its end.
 - An operation starts when it is the head of a free queue, and loads every link r of its channel
-  for h_r = the payload's bytes over that link's rate. Its bytes are through a link when the link
-  has done all that it has to do by now, or after n_r h_r if that is sooner: n_r operations are
-  under way over the link, and share it equally (in proportion to their weights). They are through
-  when the last link is done. What starts later makes no end later that was found before, so
-  that of operations over one link that begin one after another the first are too early (the
-  referee has their sum). Those that start together end together, as on real networks.
+  for h_r = the payload's bytes over that link's rate; alone, its bytes take H = max h_r. A link
+  has the load L_r = the sum of h_r / H of the operations whose bytes are under way, and all of
+  them go on at 1 / L_r of their speed if L_r > 1. So the bytes of an operation that starts are
+  through after H L_r on its slowest link r, or when that link has done all that it has to do by
+  now if that is sooner. Then it is asked whether others have joined that link since; if so, the
+  bytes that are left take their time at the present load. (Unlike in the referee, all flows have
+  the same weight.)
 - Communication slows compute (*drag*): every byte takes seconds of compute from the members
   (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly
   from the operation's start to its end. If an op already runs when communication starts, the next
@@ -46,9 +47,9 @@ from heterog.lowering.program import (
 )
 from heterog.lowering.tape import IN_TURN, NUM_TASKS, Tape
 from heterog.pricing.cost_model import ChannelPrices, Prices
-from heterog.simulator.heaps import pop_event, push_event, remove_first, sift_up
+from heterog.simulator.heaps import pop_event, push_event, remove_first, replace_event, sift_up
 from heterog.simulator.successors import prepare, rank_tasks
-from heterog.simulator.task_seconds import latency_of, price_kernel
+from heterog.simulator.task_seconds import price_kernel
 from heterog.simulator.timings import (
     NUM_AHEAD,
     NUM_CANDIDATES,
@@ -177,11 +178,9 @@ def _touch_device(work: Workspace, device: int) -> None:
 
 
 @inlined
-def _try_queue(timings: Timings, work: Workspace, queue: int, now: float) -> None:
-    """Have the head of a queue of links start now, or when the queue is free."""
-    if work.queue_free_at[queue] > now:
-        _end_later(timings, work, work.queue_free_at[queue], -1 - len(work.idle) - queue)
-    else:
+def _try_queue(timings: Timings, work: Workspace, queue: int) -> None:
+    """Have the head of a queue of links start if there is one and the queue is free."""
+    if timings.queue_size[queue] > 0 and not work.is_taken[queue]:
         work.candidate[work.counts[NUM_CANDIDATES]] = queue
         work.counts[NUM_CANDIDATES] += 1
 
@@ -234,9 +233,9 @@ def _queue_fresh(
             if kind == TaskKind.SEND and prices.blocks_sends:
                 work.sending[sender(channels, channel)] += 1
             queue = channels.queue[channel]
-            if timings.queue_size[queue] == 0:  # else its turn is noted already
-                _try_queue(timings, work, queue, now)
             _enqueue(timings, queue, task)
+            if timings.queue_size[queue] == 1:  # else its turn is noted already
+                _try_queue(timings, work, queue)
             continue
         device = tasks[task].device
         if kind >= FIRST_FREE_KIND:
@@ -372,13 +371,21 @@ def _start_links(
     for slot in range(num_candidates):
         queue = work.candidate[slot]
         task = _dequeue(timings, queue)
+        work.is_taken[queue] = True
         end = _start_operation(tape, prices, timings, work, task, now)
-        if timings.queue_size[queue] > 0:
-            _end_later(timings, work, work.queue_free_at[queue], -1 - len(work.idle) - queue)
         bound = end + timings.rank[task] - timings.seconds[task]
         if bound > limit_s:
             return float(bound)
     return 0.0
+
+
+@helper
+def _serve(work: Workspace, resource: int, now: float) -> None:
+    """Count what a link has done for each operation under way since its load changed."""
+    if now > work.served_at[resource]:
+        since = now - work.served_at[resource]
+        work.served[resource] += since / max(work.load[resource], 1.0)
+        work.served_at[resource] = now
 
 
 @helper
@@ -387,47 +394,43 @@ def _load_links(
 ) -> None:
     """Load the links of an operation that starts now."""
     channel, payload = tape.tasks[task].channel, tape.tasks[task].num_bytes
-    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+    begin, end = channels.resource_start[channel], channels.resource_start[channel + 1]
+    alone = 0.0
+    for entry in range(begin, end):
+        alone = max(alone, payload * channels.resource_s_per_byte[entry])
+    work.alone[channels.queue[channel]] = alone
+    for entry in range(begin, end):
         resource = channels.resource[entry]
         held = payload * channels.resource_s_per_byte[entry]
         if held > 0.0:
+            _serve(work, resource, now)
             work.free_at[resource] = max(work.free_at[resource], now) + held
-            work.users[resource] += channels.weight[channel]
-
-
-@helper
-def _leave_links(tape: Tape, channels: ChannelPrices, work: Workspace, task: int) -> None:
-    """The opposite of ``_load_links``, at the end."""
-    channel, payload = tape.tasks[task].channel, tape.tasks[task].num_bytes
-    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
-        if payload * channels.resource_s_per_byte[entry] > 0.0:
-            work.users[channels.resource[entry]] -= channels.weight[channel]
+            work.load[resource] += held / alone
 
 
 @helper
 def _start_operation(
     tape: Tape, prices: Prices, timings: Timings, work: Workspace, task: int, now: float
 ) -> float:
-    """Start an operation whose links are loaded; returns when it ends."""
+    """Start an operation whose links are loaded; returns when it ends unless others join."""
     channels, channel = prices.channels, tape.tasks[task].channel
     payload = tape.tasks[task].num_bytes
-    latency = latency_of(channels, channel, payload)
     if channels.loaded_s[channel] > 0.0:
         for entry in range(channels.member_start[channel], channels.member_start[channel + 1]):
             if work.op_until[channels.member[entry]] > now:
-                latency += channels.loaded_s[channel]
                 timings.seconds[task] += channels.loaded_s[channel]
                 break
-    through = now
+    queue = channels.queue[channel]
+    through, alone = now, work.alone[queue]
     for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
         resource = channels.resource[entry]
-        held = payload * channels.resource_s_per_byte[entry]
-        if held > 0.0:
-            shared = held * work.users[resource] / channels.weight[channel]
-            through = max(through, min(work.free_at[resource], now + shared))
-    end = max(now + timings.seconds[task], through + latency)
-    queue = channels.queue[channel]
-    work.queue_free_at[queue] = end if channels.is_collective[channel] else through
+        if payload * channels.resource_s_per_byte[entry] > 0.0:
+            at_load = now + alone * max(work.load[resource], 1.0)
+            if min(work.free_at[resource], at_load) > through:
+                through = min(work.free_at[resource], at_load)
+                work.slowest[queue] = resource
+                work.due[queue] = work.served[resource] + alone
+    end = through + _rest(tape, channels, timings, work, task)
     if channels.has_drag:
         # Only bytes that move take compute time, not waits; it is spread over the whole.
         spread = 0.0
@@ -435,10 +438,50 @@ def _start_operation(
             spread = payload * channels.s_per_byte[channel] / (end - now)
         _drag_members(prices, work, channel, spread, now, end)
     timings.start[task] = now
-    timings.finish[task] = end
     _add_event(timings, work, 2 * task)
-    _end_later(timings, work, end, 2 * task)
+    _end_later(timings, work, through, 2 * task + 1)
     return float(end)
+
+
+@helper
+def _rest(
+    tape: Tape, channels: ChannelPrices, timings: Timings, work: Workspace, task: int
+) -> float:
+    """Seconds of an operation besides those of its bytes on its most loaded link."""
+    channel = tape.tasks[task].channel
+    moving = tape.tasks[task].num_bytes * channels.s_per_byte[channel]
+    return float(timings.seconds[task] - min(moving, work.alone[channels.queue[channel]]))
+
+
+@helper
+def _end_bytes(
+    tape: Tape, prices: Prices, timings: Timings, work: Workspace, task: int, now: float
+) -> tuple[float, int]:
+    """Let an operation go whose bytes are through, or find when they are if others have joined.
+
+    Returns:
+        (time, item of the heap) of what follows.
+    """
+    channels, channel = prices.channels, tape.tasks[task].channel
+    queue, payload = channels.queue[channel], tape.tasks[task].num_bytes
+    alone = work.alone[queue]
+    if alone > 0.0:
+        slowest = work.slowest[queue]
+        _serve(work, slowest, now)
+        left = (work.due[queue] - work.served[slowest]) * max(work.load[slowest], 1.0)
+        left = min(left, work.free_at[slowest] - now)
+        if left > 1e-9 * alone and now + left > now:
+            return float(now + left), 2 * task + 1
+    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+        held = payload * channels.resource_s_per_byte[entry]
+        if held > 0.0:
+            _serve(work, channels.resource[entry], now)
+            work.load[channels.resource[entry]] -= held / alone
+    if not channels.is_collective[channel]:
+        work.is_taken[queue] = False
+        _try_queue(timings, work, queue)
+    timings.finish[task] = now + _rest(tape, channels, timings, work, task)
+    return float(timings.finish[task]), 2 * task
 
 
 @helper
@@ -465,24 +508,24 @@ def _drag_members(
 def _end_first(tape: Tape, prices: Prices, timings: Timings, work: Workspace, now: float) -> None:
     """Take the first item from the heap, and let what it ends set others free.
 
-    Item ``2 * task`` is a task's end, ``-1 - device`` that of ops nobody else waits for, and
-    ``-1 - num_devices - queue`` says that a queue of links that wait is free.
+    Item ``2 * task`` is a task's end, ``2 * task + 1`` that of the bytes of an operation, and
+    ``-1 - device`` that of ops nobody else waits for.
     """
-    item = int(timings.heap_item[0])
-    work.counts[NUM_AHEAD] = pop_event(
-        timings.heap_time, timings.heap_item, work.counts[NUM_AHEAD]
-    )
+    times, items, size = timings.heap_time, timings.heap_item, work.counts[NUM_AHEAD]
+    item = int(items[0])
+    if item >= 0 and item & 1:
+        time, following = _end_bytes(tape, prices, timings, work, item >> 1, now)
+        replace_event(times, items, size, time, following)
+        return
+    work.counts[NUM_AHEAD] = pop_event(times, items, size)
     device = -1 - item
     if item >= 0:
         _end_task(tape, prices, timings, work, item >> 1)
         if tape.tasks[item >> 1].kind >= FIRST_LINK_KIND:
             return
         device = tape.tasks[item >> 1].device
-    if device >= len(work.idle):
-        _try_queue(timings, work, device - len(work.idle), now)
-    else:
-        work.idle[device] = True
-        _touch_device(work, device)
+    work.idle[device] = True
+    _touch_device(work, device)
 
 
 @inlined
@@ -497,8 +540,9 @@ def _end_task(tape: Tape, prices: Prices, timings: Timings, work: Workspace, tas
         device = sender(channels, channel)
         work.sending[device] -= 1
         _touch_device(work, device)
-    if kind >= FIRST_LINK_KIND:
-        _leave_links(tape, channels, work, task)
+    if kind >= FIRST_LINK_KIND and channels.is_collective[channel]:
+        work.is_taken[channels.queue[channel]] = False
+        _try_queue(timings, work, channels.queue[channel])
     waiting_for, successor, fresh = timings.waiting_for, timings.successor, work.fresh
     num_fresh = work.counts[NUM_FRESH]
     for edge in range(timings.successor_start[task], timings.successor_start[task + 1]):

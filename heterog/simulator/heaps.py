@@ -63,7 +63,13 @@ def push_event(times: FloatArray, items: IntArray, size: int, time: float, item:
 def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
     """Remove the first event; returns the new number of events."""
     size -= 1
-    time, item = times[size], items[size]
+    replace_event(times, items, size, times[size], items[size])
+    return size
+
+
+@helper
+def replace_event(times: FloatArray, items: IntArray, size: int, time: float, item: int) -> None:
+    """Put another event in the place of the first one, whose time is not above its own."""
     position = 0
     while True:
         below = 2 * position + 1
@@ -82,4 +88,3 @@ def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
         position = below
     times[position] = time
     items[position] = item
-    return size

@@ -1,6 +1,6 @@
 """The referee: the order found by the engine, replayed under max-min fair sharing of links.
 
-In the engine, the end of a transfer is found when it starts, whatever joins it on its links later.
+In the engine, what shares a link with others goes on as if all of them could use their parts.
 This is fast and nearly right, but a search can learn to exploit it. The referee keeps the engine's
 *order* and computes its time if flows share links as in a real network:
 

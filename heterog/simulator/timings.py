@@ -77,9 +77,17 @@ class Workspace(NamedTuple):
     counts: IntArray  # lengths of the lists below and of the heap and the events of ``Timings``
     left: FloatArray  # seconds of compute that each device still has to begin
     free_at: FloatArray  # when each link has done all that it has to do
-    users: FloatArray  # sum of the weights of the operations under way over each link
+    # Seconds for which each operation under way over a link has had its part of it, were the load
+    # 1, and until when they are counted.
+    served: FloatArray
+    served_at: FloatArray
+    load: FloatArray  # of the operations under way over each link; see ``engine``
     candidate: IntArray  # queues of links whose head starts now
-    queue_free_at: FloatArray  # when each of these queues may start its next head
+    # One entry per queue of links, about its operation under way.
+    is_taken: npt.NDArray[np.bool_]  # whether its next one must wait
+    alone: FloatArray  # seconds of its bytes alone on its links
+    slowest: IntArray  # the link that it waits for
+    due: FloatArray  # what that link has ``served`` when its bytes are through
     # From here to ``is_touched``, one entry per device.
     idle: npt.NDArray[np.bool_]
     busy_until: FloatArray
@@ -103,15 +111,21 @@ def make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
     num_tasks = int(tape.counts[NUM_TASKS])
     num_turns = int(tape.tasks["turn"][:num_tasks].max(initial=0)) + 1
     num_chains = num_devices * num_turns
-    times = np.zeros((6, num_devices))
+    times, links = np.zeros((6, num_devices)), np.zeros((4, prices.num_resources))
+    num_queues = len(prices.channels.queue)
     return Workspace(
         num_turns=num_turns,
         counts=np.zeros(6, np.int32),
         left=times[0],
-        free_at=np.zeros(prices.num_resources),
-        users=np.zeros(prices.num_resources),
-        candidate=np.empty(len(prices.channels.queue), np.int32),
-        queue_free_at=np.zeros(len(prices.channels.queue)),
+        free_at=links[0],
+        served=links[1],
+        served_at=links[2],
+        load=links[3],
+        candidate=np.empty(num_queues, np.int32),
+        is_taken=np.zeros(num_queues, np.bool_),
+        alone=np.empty(num_queues),
+        slowest=np.empty(num_queues, np.int32),
+        due=np.empty(num_queues),
         idle=np.ones(num_devices, np.bool_),
         busy_until=times[1],
         op_until=times[2],

@@ -169,15 +169,49 @@ def simulate(
             ops[task.device, task.turn].append(task)
     device_free_at = dict.fromkeys((task.device for task in tasks if not task.is_link), 0.0)
     link_free_at: dict[int, float] = defaultdict(float)
-    queue_free_at: dict[object, float] = defaultdict(float)
-    under_way: list[PricedTask] = []  # transfers and collectives
+    served: dict[int, float] = defaultdict(float)
+    # Where bytes are under way: when to ask whether they are through, the link that they wait for,
+    # and what that link will have served then.
+    under_way: dict[int, tuple[float, int, float]] = {}
+    taken: set[object] = set()
     blocking = [task for task in tasks if task.blocks >= 0]
     unready = list(tasks)
     ready: list[PricedTask] = []
     moments = {0.0}
+    now = 0.0
+
+    def load(link: int) -> float:
+        shares = (
+            tasks[number].cost.held[link] / most_held(tasks[number])
+            for number in under_way
+            if link in loaded(tasks[number])
+        )
+        return max(sum(shares), 1.0)
+
     while moments:
-        now = min(moments)
+        last, now = now, min(moments)
         moments.discard(now)
+        for link in list(link_free_at):
+            served[link] += (now - last) / load(link)
+        over = []
+        for number, (asked, link, due) in under_way.items():
+            if asked > now:
+                continue
+            alone = tasks[number].payload * most_held(tasks[number])
+            left = min((due - served[link]) * load(link), link_free_at[link] - now)
+            if alone > 0.0 and left > 1e-9 * alone and now + left > now:
+                under_way[number] = (now + left, link, due)
+                moments.add(now + left)
+            else:
+                over.append(number)
+        for number in over:
+            del under_way[number]
+            task = tasks[number]
+            finish[number] = now + rest(task, seconds[number])
+            moments.add(finish[number])
+            if not task.is_collective:
+                taken.discard(task.queue)
+        taken -= {t.queue for t in tasks if t.is_collective and finish[t.number] == now}
         for task in [t for t in unready if all(finish[needed] <= now for needed in t.needs)]:
             unready.remove(task)
             ready.append(task)
@@ -213,29 +247,28 @@ def simulate(
         heads: dict[object, PricedTask] = {}
         for task in sorted(filter(lambda task: task.is_link, ready), key=urgency):
             heads.setdefault(task.queue, task)
-        started = [task for queue, task in heads.items() if queue_free_at[queue] <= now]
+        started = [task for queue, task in heads.items() if queue not in taken]
         for task in started:
             ready.remove(task)
+            taken.add(task.queue)
             start[task.number] = now
+            under_way[task.number] = (now, -1, 0.0)
             for link in loaded(task):
                 work = task.payload * task.cost.held[link]
                 link_free_at[link] = max(link_free_at[link], now) + work
-        under_way = [task for task in under_way if finish[task.number] > now] + started
         for chosen in started:
             latency = alone = chosen.cost.latency(chosen.payload)
             if any(op_until[device] > now for device in chosen.drag):
                 latency += max(chosen.cost.loaded_latency_s - chosen.cost.latency_s, 0.0)
             seconds[chosen.number] += latency - alone
-            through = now
+            alone, through = chosen.payload * most_held(chosen), now
             for link in loaded(chosen):
-                sharing = sum(task.cost.weight for task in under_way if link in loaded(task))
-                part = chosen.cost.weight / sharing
-                shared = now + chosen.payload * chosen.cost.held[link] / part
-                through = max(through, min(link_free_at[link], shared))
-            end = max(now + seconds[chosen.number], through + latency)
-            finish[chosen.number] = end
-            queue_free_at[chosen.queue] = end if chosen.is_collective else through
-            moments |= {end, queue_free_at[chosen.queue]}
+                until = min(link_free_at[link], now + alone * load(link))
+                if until > through:
+                    through = until
+                    under_way[chosen.number] = (until, link, served[link] + alone)
+            end = through + rest(chosen, seconds[chosen.number])
+            moments.add(through)
             moving = chosen.payload * chosen.cost.seconds_per_byte
             spread = moving / (end - now) if end > now else 0.0
             for device, lost in chosen.drag.items():
@@ -250,6 +283,17 @@ def simulate(
                 )
                 drag_until[device] = max(end, drag_until[device])
     return start, finish
+
+
+def most_held(task: PricedTask) -> float:
+    """Seconds per byte of its most loaded link; any number above 0 if it loads none."""
+    return max(task.cost.held.values(), default=0.0) or 1.0
+
+
+def rest(task: PricedTask, seconds: float) -> float:
+    """Seconds besides those of its bytes on its most loaded link."""
+    most = max(task.cost.held.values(), default=0.0)
+    return seconds - task.payload * min(task.cost.seconds_per_byte, most)
 
 
 def loaded(task: PricedTask) -> list[int]:
