@@ -481,8 +481,10 @@ def _array_holder(
             found = np.array([values[key] for key in sorted(values)]).astype(dtype).tobytes()
         else:
             found = values[""]
-        if isinstance(held, array | bytearray):
-            held[:] = array(held.typecode, found) if isinstance(held, array) else found
+        if isinstance(held, array):
+            held[:] = array(held.typecode, found)
+        elif isinstance(held, bytearray):
+            held[:] = found
         else:
             np.asarray(held)[...] = np.frombuffer(found, dtype).reshape(shape)
 
@@ -496,7 +498,10 @@ def _context_holder(variable: "ContextVar[Any]", text: str) -> Holder:
         except LookupError:  # never set, without a default
             return {}
 
-    return _attribute_holder(read, lambda _, value: variable.set(value), lambda _: text)
+    def put(_: Any, value: Any) -> None:
+        variable.set(value)
+
+    return _attribute_holder(read, put, lambda _: text)
 
 
 def _random_holder(source: Any, text: str) -> Holder:
