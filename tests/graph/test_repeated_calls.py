@@ -266,6 +266,21 @@ def test_counters_are_found_wherever_they_are_held(name: str) -> None:
         capture(step_of(Kept(function, c=held)))
 
 
+class Mute(Exception):
+    """An error that fails to say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_words_is_one_line() -> None:
+    def fail(_m: Any, _: Tensor) -> float:
+        raise Mute
+
+    with pytest.raises(CaptureError, match=r"fails in the root module at .*: Mute: "):
+        capture(step_of(Kept(fail)))
+
+
 def test_arrays_get_their_values_back() -> None:
     held = array("i", [1, 2]), bytearray(b"ab"), np.array([3, 250], np.uint8), np.ones((2, 2))
     state = PythonState({str(place): each for place, each in enumerate(held)})
