@@ -50,6 +50,8 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
             ["compare", "--models", "vgg19", "--models", "gpt2", "--clusters", "rtx_mixed"],
             "--models is given twice; names go into one, with commas.",
         ),
+        (["policy", "pack", "default", ""], "folder is an empty path; write . for this folder"),
+        (["policy", "pull", "x", "--output="], "--output is an empty path"),
         (["check", "--ranks", "2", "--ranks", "3", "none.py"], "there is no script"),
         (
             ["evaluate", "none.pt", "--models", "vgg19", "--clusters", "--models"],
@@ -60,7 +62,7 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_second_list_for_an_option_is_refused(asked: list[str], text: str) -> None:
+def test_second_lists_and_empty_paths_are_refused(asked: list[str], text: str) -> None:
     done = CliRunner().invoke(app, asked)
     assert isinstance(done.exception, HeterogError)
     assert text in str(done.exception)

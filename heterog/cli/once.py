@@ -1,5 +1,6 @@
 """Lists are given once: the last of two would win silently, where the first was to be kept."""
 
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
@@ -14,14 +15,20 @@ class EachOnce(TyperCommand):
         """Look for lists that are given more often than they count, then parse as usual.
 
         Raises:
-            HeterogError: an option with names in commas stands twice.
+            HeterogError: an option with names in commas stands twice, or a path is empty.
         """
         given = [] if ctx.resilient_parsing else self.make_parser(ctx).parse_args([*args])[2]
         for option in filter(_is_one_list, self.params):
             if given.count(option) > 1:
                 name = max(option.opts, key=len)
                 raise HeterogError(f"{name} is given twice; names go into one, with commas.")
-        return super().parse_args(ctx, args)
+        is_empty = any(not each.rpartition("=")[2] for each in args)  # paths are not: "" is "."
+        left = super().parse_args(ctx, args)
+        for parameter in self.params if is_empty else ():
+            if ctx.params.get(parameter.name) == Path():
+                name = max(parameter.opts, key=len)
+                raise HeterogError(f"{name} is an empty path; write . for this folder.")
+        return left
 
 
 def _is_one_list(parameter: Any) -> bool:

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from heterog.errors import CaptureError, HeterogWarning
 from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, UpdateScope
 from heterog.graph.python_state import same_draws
-from heterog.graph.step import CountedOptions, StepOptions
+from heterog.graph.step import OFTEN, CountedOptions, StepOptions
 from heterog.graph.workload import Workload
 
 _MISSPELT = 0.85
@@ -264,17 +264,19 @@ def probed_scope(
 
 
 def _widest(probe: Callable[..., "_Probe"]) -> UpdateScope:
-    """The wider of the scopes at the options' learning rate and at a large one.
+    """The widest of the scopes at the options' learning rate, at a large one, and after long.
 
     Estimated step sizes (D-Adaptation, Prodigy) grow with the distance that parameters move. A
-    small rate or a warm-up keeps that distance short for longer than the probe takes.
+    small rate or a warm-up keeps that distance short for longer than the probe takes. Other
+    optimizers begin to look at whole parameters after some hundred steps (Shampoo's start).
     """
     with _BoundedWork():
         found = probe().scope()
-    if found != UpdateScope.MODEL:
-        with suppress(Exception), _BoundedWork():  # some refuse so large a rate
-            faster = probe(_LARGE_RATE, _STEADY).scope()
-            return faster if found.allows(faster) else found
+    for other in ({"rate": _LARGE_RATE, "scales": _STEADY}, {"num_before": OFTEN}):
+        if found != UpdateScope.MODEL:
+            with suppress(Exception), _BoundedWork():  # some refuse so large a rate
+                wider = probe(**other).scope()
+                found = wider if found.allows(wider) else found
     return found
 
 
@@ -377,11 +379,13 @@ class _Probe:
         dtype: torch.dtype,
         rate: float | None = None,
         scales: Sequence[float] = _SCALES,
+        num_before: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.options = options
         self.rate = rate  # replaces the learning rate of the options
         self.scales = scales
+        self.num_before = num_before  # steps that seem to be done when half of them are
         self.groups = groups
         self.group_of: list[int] = []
         self.values: list[Tensor] = []
@@ -486,7 +490,12 @@ class _Probe:
         members = [group["params"] for group in optimizer.param_groups]
         path = [[value.detach().clone() for value in values]]
         options = CountedOptions(optimizer)
-        for gradients in self.gradients:
+        before: Counters = {}
+        for number, gradients in enumerate(self.gradients):
+            counted = counters(optimizer)
+            if self.num_before and 2 * number == len(self.gradients):
+                put_forward(before, counted, self.num_before)
+            before = counted
             step = StepOptions(options.now())
             for call in calls:
                 stepped = {id(values[number]) for number in call}
@@ -516,6 +525,34 @@ class _Probe:
             if not has_moved:  # a parameter that never moves shows nothing
                 raise ValueError(f"it moves nothing in {len(self.scales)} steps")
         return True
+
+
+Counters = dict[tuple[int, str], tuple[dict[str, Any], float]]
+"""Numbers of an optimizer's state and options, with the dict that holds each."""
+
+
+def counters(optimizer: torch.optim.Optimizer) -> Counters:
+    """The numbers that an optimizer may count its steps in."""
+    held = [*optimizer.state.values(), *optimizer.param_groups]
+    return {
+        (place, key): (each, float(value))
+        for place, each in enumerate(held)
+        if isinstance(each, dict)
+        for key, value in each.items()
+        if isinstance(value, int | float)
+        or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+    }
+
+
+def put_forward(before: Counters, now: Counters, number: int) -> None:
+    """Let those that a step has raised by 1 count to ``number`` in the next step."""
+    for place, (held, value) in now.items():
+        if place in before and value - before[place][1] == 1:
+            key = place[1]
+            if isinstance(held[key], Tensor):
+                held[key].fill_(number - 1)
+            else:
+                held[key] = type(held[key])(number - 1)
 
 
 def probe_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -872,6 +872,18 @@ def test_an_optimizer_that_needs_a_closure_is_refused(
         optimizer_state_ratio(optimizer, {"lr": 0.1})
 
 
+class Ending(torch.optim.SGD):
+    """Ends the program where it does not like what it is given."""
+
+    def step(self, closure: Any = None) -> None:
+        raise SystemExit(3)
+
+
+def test_an_optimizer_that_ends_the_program_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"optimizer Ending cannot step with .*: 3"):
+        optimizer_state_ratio(Ending, {"lr": 0.1})
+
+
 def linear(**more: Any) -> Workload:
     return workload(lambda: nn.Linear(4, 2), torch.zeros(6, 4), torch.zeros(6, 2), **more)
 

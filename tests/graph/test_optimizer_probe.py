@@ -55,6 +55,35 @@ def test_known_optimizers(
     assert probed_scope(optimizer, options, [ProbedGroup({}, kinds)]) == scope
 
 
+class Late(torch.optim.Optimizer):
+    """Divides by the norm of a gradient, or of all, after many steps (as Shampoo begins late)."""
+
+    def __init__(self, params: Any, where: str = "state", of_all: bool = False) -> None:
+        super().__init__(params, {"lr": 0.01, "k": 0, "where": where, "of_all": of_all})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            stepped = [each for each in group["params"] if each.grad is not None]
+            for parameter in stepped:
+                state = self.state[parameter]
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                number = group["k"] if group["where"] == "group" else int(state["step"])
+                looked_at = stepped if group["of_all"] else [parameter]
+                norm = torch.stack([each.grad.norm() for each in looked_at]).norm()
+                scaled = parameter.grad / (norm if number > 500 else 1.0)
+                parameter.sub_(scaled, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("where", ["state", "group"])
+def test_what_an_optimizer_looks_at_later_counts(where: str) -> None:
+    groups = [ProbedGroup({}, (Kind(2), Kind(1)))]
+    assert probed_scope(Late, {"where": where}, groups) == UpdateScope.PARAMETER
+    every = {"where": where, "of_all": True}
+    assert probed_scope(Late, every, groups) == UpdateScope.MODEL
+
+
 @settings(max_examples=cases(300, 12), deadline=None)
 @given(
     looks=st.lists(st.sampled_from(sorted(LOOKS)), max_size=4, unique=True),

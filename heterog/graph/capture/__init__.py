@@ -282,7 +282,7 @@ def _capture_step(
         traced = trace(workload, mode, model, state, known, checks_calls=checks_calls)
     except CaptureError as error:
         # torch 2.13 has a class for this error; older ones say "two different devices".
-        if re.search(r"two (different )?devices", str(error.__cause__)) and not in_memory:
+        if re.search(r"two (different )?devices", str(error)) and not in_memory:
             raise _UnknownConstant from error  # on the meta device
         raise
     _check_constants(workload, traced, in_memory=in_memory)

@@ -30,6 +30,8 @@ from heterog.graph.optimizer_probe import (
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
 from heterog.graph.python_state import same_draws
 from heterog.graph.workload import Workload, named_leaves, plain_entries
+from heterog.user_code import words_of
+from heterog.workers import Terminated
 
 
 def optimizer_state_ratio(
@@ -106,21 +108,22 @@ def _stepped(
         groups = [{**probe_options(own or {}), "params": [first, second]}]
         instance = optimizer(groups, **probe_options(options))
         instance.step()
-    except RuntimeError as error:
-        raise CaptureError(
-            f"optimizer {optimizer.__name__} cannot step a dense gradient of a matrix ({error}); "
-            "all gradients of a plan are dense. SGD, Adagrad and Adam can."
-        ) from error
-    except Exception as error:  # whatever the user's class raises
-        if "closure" in str(error) or "'NoneType' object is not callable" in str(error):
-            raise CaptureError(
-                f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: "
-                f"{error}. Adam, SGD and others step by gradients alone."
-            ) from error
-        given = {**options, **(own or {})}
-        raise CaptureError(
-            f"optimizer {optimizer.__name__} cannot step with the options {given}: {error}"
-        ) from error
+    except (KeyboardInterrupt, Terminated):
+        raise
+    except BaseException as error:  # whatever the user's class raises
+        said = words_of(error)
+        fault = f"cannot step with the options { ({**options, **(own or {})}) }: {said}"
+        if "dense" in said:
+            fault = (
+                f"cannot step a dense gradient of a matrix ({said}); all gradients of a plan are "
+                "dense. SGD, Adagrad and Adam can."
+            )
+        elif "closure" in said or "'NoneType' object is not callable" in said:
+            fault = (
+                f"needs a closure, which a plan cannot run: {said}. Adam, SGD and others step by "
+                "gradients alone."
+            )
+        raise CaptureError(f"optimizer {optimizer.__name__} {fault}") from error
     return instance, first, second
 
 
