@@ -2,7 +2,8 @@
 
 ``agent`` begins by a policy's rows (``proposals``) on some numbers of devices (``BY_ROWS``), else
 by the best compositions of ``islands``, and by both where the first do not fit; led moves finish
-them for the rest of the seconds of an answer (``answer_limit_s``). Rows are one pass of the
+them for the rest of the seconds of an answer (``answer_limit_s``). If they gain nothing soon, the
+other beginning is tried, too, and moves go on from all plans. Rows are one pass of the
 network and at most 64 draws (the first one greedy), more rows made from the best draws, and the
 best rows refined for a bounded number of simulated tasks. Beside other methods, which have plans
 already, rows are all: ``auto`` gives them the seconds of a whole answer (``whole_s``), or none.
@@ -307,35 +308,27 @@ class Agent(_AsksPolicy):
             if not fits and begun.num_evaluations < budget.most_evaluations:
                 # It has as much as if it were the first: an answer that fits may be late.
                 begun = _joined(second(asked), begun)
-        rest = left_of(budget, begun.num_evaluations, spending.seconds)
-        if begun.candidates and (spending.is_cut or rest.most_evaluations < LEAST_FOR_MOVES):
-            return begun
-        return self._moved(replace(asked, budget=rest), begun, second if fits else None)
+        found = begun
 
-    def _moved(self, problem: Problem, begun: PlanResult, other: _Begin | None) -> PlanResult:
-        """Plans that moves make of others, and of another beginning if they gain nothing soon."""
-        evaluator, spending = problem.evaluator, problem.spend()
-        part = SOON if other is not None else 1.0
-        asked = replace(problem, budget=problem.budget.part(part), seeds=begun.candidates)
+        def left() -> Budget:
+            return left_of(budget, found.num_evaluations, spending.seconds)
+
+        if begun.candidates and (spending.is_cut or left().most_evaluations < LEAST_FOR_MOVES):
+            return begun
+        asked = replace(asked, budget=left().part(SOON), seeds=begun.candidates, memory={})
         with _without_large(evaluator):
             search = Search(asked, self._lead())
-            found = search.run(asked)
-        if other is not None:
-            spent = found.num_evaluations
-            asked = replace(asked, budget=left_of(problem.budget, spent, spending.seconds))
-            joined = _NOTHING
-            if not search.has_gained and asked.budget.most_evaluations >= LEAST_FOR_MOVES:
-                joined = other(replace(asked, seeds=(), memory={}))
-                spent += joined.num_evaluations
-            rest = left_of(problem.budget, spent, spending.seconds)
-            asked = replace(asked, budget=rest, seeds=joined.candidates)
-            begun = _joined(begun, joined)
+            moved = search.run(asked)
+        found, other = _joined(found, moved), _NOTHING
+        if fits and not search.has_gained and left().most_evaluations >= LEAST_FOR_MOVES:
+            other = second(replace(asked, budget=left(), seeds=(), memory={}))
+            found = _joined(found, other)
+        if left().most_evaluations >= LEAST_FOR_MOVES:
             with _without_large(evaluator):
-                found = _joined(search.run(asked), replace(found, candidates=()))
-        return PlanResult(
-            candidates=(*found.candidates[: NUM_RETURNED - 1], *begun.candidates[:1]),
-            num_evaluations=begun.num_evaluations + found.num_evaluations,
-        )
+                moved = search.run(replace(asked, budget=left(), seeds=other.candidates))
+            found = _joined(found, moved)
+        best = *moved.candidates[: NUM_RETURNED - 1], *begun.candidates[:1], *other.candidates[:1]
+        return PlanResult(candidates=best, num_evaluations=found.num_evaluations)
 
     def _begins(self, problem: Problem) -> tuple[_Begin, _Begin]:
         """Functions that find plans from which moves begin; the second is for want of better."""
