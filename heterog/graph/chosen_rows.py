@@ -12,6 +12,7 @@ Anything else (``sort``, ``cat``, ``len``) asks for the number of rows, which to
 import math
 from collections.abc import Callable
 from functools import partial, partialmethod
+from types import EllipsisType
 from typing import Any, NoReturn
 
 import torch
@@ -85,6 +86,8 @@ class ChosenRows:
         """Compute a function for all rows, or a sum over the chosen ones."""
         given = args, dict(kwargs or {})
         first = next(each for each in pytree.tree_leaves(given) if isinstance(each, cls))
+        if first.rows.requires_grad and not torch.is_grad_enabled():
+            first.refuse()  # an autograd.Function, whose backward pass would not be called
         name = getattr(func, "__name__", "").strip("_")
         if name in _ELEMENTWISE:
             return first._of_rows(func, given, name in _STEEP)
@@ -96,8 +99,9 @@ class ChosenRows:
             return first._with(func(first.rows, *args[1:], **given[1]))
         place, default = _OF_DIMS.get(name, (len(args), None))
         dims = args[place] if len(args) > place else given[1].get("dim", default)
-        if name in ("sum", "mean") and dims is None and given[1].keys() <= {"dim"}:
-            return first._reduced(name)
+        is_sum = name in ("sum", "mean") and len(args) < 3 and given[1].keys() <= {"dim"}
+        if is_sum and dims in (None, 0, -first.rows.dim()):
+            return first._reduced(name, columns=dims is not None)
         if name not in _OF_DIMS or not first._is_within(dims):
             first.refuse()
         return first._of_rows(func, given, name in _STEEP)
@@ -105,7 +109,7 @@ class ChosenRows:
     def __getitem__(self, index: Any) -> "ChosenRows":
         parts = index if isinstance(index, tuple) else (index,)
         is_plain = all(isinstance(each, int | slice) for each in parts[1:])
-        is_within = parts[0] is Ellipsis or parts[0] == slice(None)
+        is_within = isinstance(parts[0], EllipsisType | slice) and parts[0] in (..., slice(None))
         if not is_plain or not is_within or len(parts) > self.rows.dim():
             self.refuse()
         return self._with(self.rows[index])
@@ -138,16 +142,16 @@ class ChosenRows:
         found = func(self.rows, target._filled(ignored), *args[2:], **kwargs)
         return self._with(found) if reduction == "none" else found
 
-    def _reduced(self, reduction: str) -> Tensor:
-        """The sum or mean of all that is chosen."""
-        rows = self._filled(0)
+    def _reduced(self, reduction: str, *, columns: bool = False) -> Tensor:
+        """The sum or mean of all that is chosen, or of each column."""
+        rows, over = self._filled(0), 0 if columns else tuple(range(self.rows.dim()))
         if reduction == "sum":
-            return rows.sum()
+            return rows.sum(over)
         if not rows.is_floating_point():
             self.refuse()
         exact = torch.promote_types(rows.dtype, torch.float32)
-        number = self.mask.sum(dtype=exact) * math.prod(rows.shape[1:])
-        return (rows.sum(dtype=exact) / number).to(rows.dtype)
+        number = self.mask.sum(dtype=exact) * (1 if columns else math.prod(rows.shape[1:]))
+        return (rows.sum(over, dtype=exact) / number).to(rows.dtype)
 
     def _of_rows(self, func: Callable[..., Any], given: Any, steep: bool) -> "ChosenRows":
         """A function of each row; other tensors are alike for all rows."""

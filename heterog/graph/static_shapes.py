@@ -83,6 +83,11 @@ def _write(self: Tensor, index: Any, value: Any) -> None:
         _setitem(self, index, value)
 
 
+def _select(source: Tensor, mask: Tensor) -> Any:
+    source, mask = torch.broadcast_tensors(source, mask)  # type: ignore[no-untyped-call]
+    return _look_up(source, mask)
+
+
 def _is_mask_of(source: Tensor, index: Any) -> bool:
     """Whether an index is a mask of unknown values that chooses among the first dimensions."""
     is_mask = _is_unknown_mask(index) and index.dim() > 0
@@ -324,6 +329,8 @@ def everywhere(instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iter
 _INSTEAD: tuple[tuple[Any, str, Any], ...] = (
     (Tensor, "__getitem__", _look_up),
     (Tensor, "__setitem__", _write),
+    (Tensor, "masked_select", _select),
+    (torch, "masked_select", _select),
     (Tensor, "fill_diagonal_", _fill_diagonal),
     (nn.Module, "_apply", _apply_if_needed),
     (torch, "instance_norm", _instance_norm),

@@ -1,6 +1,7 @@
 """Rows that a mask chooses have in a captured step the losses and gradients that torch gives."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -48,9 +49,21 @@ USES: dict[str, Use] = {
         + out[mask].log_softmax(-1).gather(1, labels[:, None][mask]).mean()
         - functional.cosine_similarity(out[mask], 2.0 - out[mask]).sum()
     ),
+    "columns": lambda out, wanted, labels, mask: (
+        (out[labels == 0].mean(0) - out[mask].sum(0)).nan_to_num(1.0).square().sum()
+        + torch.masked_select(out, mask[:, None]).pow(3).mean()
+    ),
     "written": written,
 }
+
+
+def own_gradient(out: Tensor, wanted: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    found: Tensor = Own.apply(out[mask])  # type: ignore[no-untyped-call]
+    return found.sum()
+
+
 COUNTS: dict[str, Use] = {
+    "an own gradient": own_gradient,
     "length": lambda out, wanted, labels, mask: out[mask].sum() / len(out[mask]),
     "shape": lambda out, wanted, labels, mask: out[mask].sum() / out[mask].shape[0],
     "order": lambda out, wanted, labels, mask: out[mask].sort(0)[0][0].sum(),
@@ -60,6 +73,16 @@ COUNTS: dict[str, Use] = {
         out[:, :1][mask], wanted[:, 0][mask]
     ),
 }
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
 
 
 class Using(nn.Module):
