@@ -197,6 +197,7 @@ SOURCES = (
     "pricing/cost_model.py",
     "simulator/engine.py",
     "simulator/heaps.py",
+    "simulator/lower_bound.py",
     "simulator/memory.py",
     "simulator/multiplex.py",
     "simulator/place_facts.py",

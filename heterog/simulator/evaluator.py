@@ -279,6 +279,7 @@ class Evaluator(Runner):
         counted = self.num_evaluations
         self.referee(strategy, Order.RANK)
         self.facts()
+        floor_s(self.prices, self.encode(strategy))
         mark_channels(self._tape, np.zeros(len(self.channels) + 1, np.bool_))
         self.num_evaluations = counted
 

@@ -42,6 +42,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.lowering import Choice
+from heterog.lowering.kernels import kernel
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.tables import Domain
 from heterog.pricing.cost_model import CostModel
@@ -61,10 +62,8 @@ def floor_s(prices: PriceTable, choice: Choice) -> float:
         return 0.0
     types = prices.types_of(choice)
     prices.price_shares(choice.shares[: len(choice.member)], types)
-    shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
-    groups = np.arange(len(shares))[:, None, None]
-    seconds = prices.group_seconds[:, types, shares, groups].sum((1, 2))
-    forward, whole = seconds  # [num_devices] each
+    forward, whole = seconds = np.zeros((2, len(types)))
+    _add_compute(prices.group_seconds, types, choice.shares, choice.division[:-1], seconds)
     floor = whole.max()
     rings, everyone = choice.rings, Domain.ALL
     ring = rings.first[:, everyone]
@@ -80,6 +79,32 @@ def floor_s(prices: PriceTable, choice: Choice) -> float:
         if np.isfinite(first):
             floor = max(floor, first / choice.num_steps + load.max())
     return float(floor)
+
+
+@kernel
+def _add_compute(
+    group_seconds: FloatArray,
+    types: IntArray,
+    shares: IntArray,
+    division: IntArray,
+    seconds: FloatArray,
+) -> None:
+    """Add the seconds of every group and micro-batch to its devices.
+
+    Args:
+        group_seconds: See ``PriceTable``.
+        types: Type of each device.  # [num_devices]
+        shares: Samples of each device.  # [num_rows, num_micro, num_devices]
+        division: Row of each group.  # [num_groups]
+        seconds: Seconds of forward ops and of all ops.  # [2, num_devices]
+    """
+    for group in range(len(division)):
+        for micro in range(shares.shape[1]):
+            for device in range(len(types)):
+                share = shares[division[group], micro, device]
+                if share:
+                    for part in range(2):
+                        seconds[part, device] += group_seconds[part, types[device], share, group]
 
 
 def _load(prices: PriceTable, channel: IntArray, payload: FloatArray) -> FloatArray:

@@ -51,6 +51,24 @@ def test_equals_the_slow_reference(seed: int) -> None:
     assert max(reference.upward_rank(tasks)) <= max(finish) * (1 + 1e-12)
 
 
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=cases(150, 30), deadline=None)
+def test_the_floor_counts_every_group_in_every_micro_batch(seed: int) -> None:
+    evaluator, choice = random_case(Random(seed))
+    assume(not choice.rule_set)
+    floor, types = floor_s(evaluator.prices, choice), evaluator.prices.types_of(choice)
+    groups = range(len(choice.division) - 1)
+    busy = [
+        sum(
+            evaluator.prices.group_seconds[1, kind, samples, group]
+            for group in groups
+            for samples in choice.shares[choice.division[group], :, device]
+        )
+        for device, kind in enumerate(types)
+    ]
+    assert floor >= max(busy) * (1 - 1e-12)
+
+
 @given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.3, 1.5))
 @example(seed=100200, share=1.0)  # slices are gathered in another dtype than gradients are summed
 @example(seed=101160, share=1.0)
