@@ -19,7 +19,7 @@ from heterog.report.tables import (
 )
 from heterog.search.background import BackgroundPlan
 from heterog.search.plan import Plan
-from heterog.search.portfolio import UNPLAYED
+from heterog.search.portfolio import UNPLAYED, UNREHEARSED
 from heterog.search.rows import DATA_PARALLEL, REFERENCES
 from heterog.units import format_seconds
 
@@ -96,7 +96,7 @@ class PlanAnswer:
 def _not_rehearsed(found: Plan) -> list[str]:
     """A remark if the winner should have been rehearsed and was not."""
     winner = next(row for row in found.rows if row.method == found.method)
-    return [UNPLAYED] * (UNPLAYED in winner.note)
+    return [why for why in (UNPLAYED, UNREHEARSED) if why in winner.note]
 
 
 def _not_exact(found: Plan) -> list[str]:

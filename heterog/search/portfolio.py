@@ -241,9 +241,12 @@ def rehearsed(
         key = row.candidate.strategy, row.candidate.orders[0]
         if key not in known:
             step = issued.of(*key)
-            said = None if step is None else _said_of(key[0], step, rehearse, spending)
+            is_large = step is not None and step.program.num_tasks > MOST_REHEARSED
+            said = None
+            if step is not None and not is_large:
+                said = _said_of(key[0], step, rehearse, spending)
             if said is None:
-                why = UNWRITTEN if step is None else UNPLAYED
+                why = UNWRITTEN if step is None else UNREHEARSED if is_large else UNPLAYED
                 result[number] = replace(row, note="; ".join(filter(None, (row.note, why))))
                 break
             known[key] = said
@@ -264,6 +267,11 @@ def rehearsed(
 
 
 UNPLAYED = "not rehearsed: the budget was over; a larger budget plays it through before it says ok"
+
+
+MOST_REHEARSED = 2_000_000
+"""Most ops, on all devices, of a step that is rehearsed: minutes of work and 5 GB of memory."""
+UNREHEARSED = f"not rehearsed: the step has more than {MOST_REHEARSED:,} ops on all devices"
 
 
 UNWRITTEN = (

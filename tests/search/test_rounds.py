@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import heterog.search.issue_order as issue_order
+import heterog.search.portfolio as portfolio
 from heterog import records
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -293,6 +294,22 @@ def test_a_step_of_too_many_tasks_is_planned_but_not_run(
     assert len(lines) <= 15
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].startswith(f"{plan.graph.name} on paper_8gpu: ")
+
+
+def test_a_step_of_many_tasks_is_written_but_not_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(portfolio, "MOST_REHEARSED", 5)
+    plan = make_plan(
+        mlp(),
+        Cluster.load("paper_8gpu"),
+        methods=["tuned_uniform"],
+        budget="20e",
+        rehearse=lambda *_: "never asked",
+    )
+    assert plan.is_written
+    assert portfolio.UNREHEARSED in plan.rows[0].note
+    assert not plan.rows[0].is_rehearsed
 
 
 def test_a_large_plan_packs_its_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
