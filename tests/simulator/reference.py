@@ -193,20 +193,17 @@ def simulate(
         moments.discard(now)
         for link in list(link_free_at):
             served[link] += (now - last) / load(link)
-        over = []
-        for number, (asked, link, due) in under_way.items():
+        for number in sorted(under_way):
+            task, (asked, link, due) = tasks[number], under_way[number]
             if asked > now:
                 continue
-            alone = tasks[number].payload * most_held(tasks[number])
-            left = min((due - served[link]) * load(link), link_free_at[link] - now)
-            if alone > 0.0 and left > 1e-9 * alone and now + left > now:
-                under_way[number] = (now + left, link, due)
-                moments.add(now + left)
-            else:
-                over.append(number)
-        for number in over:
+            alone = task.payload * most_held(task)
+            remaining = min((due - served[link]) * load(link), link_free_at[link] - now)
+            if alone > 0.0 and remaining > 1e-9 * alone and now + remaining > now:
+                under_way[number] = (now + remaining, link, due)
+                moments.add(now + remaining)
+                continue
             del under_way[number]
-            task = tasks[number]
             finish[number] = now + rest(task, seconds[number])
             moments.add(finish[number])
             if not task.is_collective:
