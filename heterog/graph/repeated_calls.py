@@ -364,7 +364,7 @@ def _are_counted() -> bool:
 _FOUND = _FunctionCaches()
 
 
-_MOST_ENTRIES = 1_000
+_MOST_ENTRIES = 10_000
 """Entries of a list or dict that is compared: larger ones are data and tables."""
 _MOST_TRIED = 16
 """Most places that are tried one by one."""

@@ -875,7 +875,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(
 class Ending(torch.optim.SGD):
     """Ends the program where it does not like what it is given."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise SystemExit(3)
 
 

@@ -62,7 +62,7 @@ class Late(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.01, "k": 0, "where": where, "of_all": of_all})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] += 1
             stepped = [each for each in group["params"] if each.grad is not None]
