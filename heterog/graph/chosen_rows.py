@@ -34,10 +34,11 @@ _STEEP = frozenset(
 )
 """Functions that may be infinite, or have infinite derivatives, at rows that are not chosen."""
 _OF_DIMS = {
-    **dict.fromkeys(("sum", "mean", "softmax", "log_softmax", "logsumexp", "argmax"), (1, None)),
+    **dict.fromkeys("sum mean softmax log_softmax logsumexp argmax".split(), (1, None)),
     **{"gather": (1, None), "norm": (2, None), "normalize": (2, 1), "cosine_similarity": (2, 1)},
 }
 """Functions along dimensions: the position of that argument, and its default."""
+_SUMS = frozenset("sum mean".split())
 _LOSSES = frozenset(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits".split()
@@ -99,7 +100,7 @@ class ChosenRows:
             return first._with(func(first.rows, *args[1:], **given[1]))
         place, default = _OF_DIMS.get(name, (len(args), None))
         dims = args[place] if len(args) > place else given[1].get("dim", default)
-        is_sum = name in ("sum", "mean") and len(args) < 3 and given[1].keys() <= {"dim"}
+        is_sum = name in _SUMS and len(args) < 3 and given[1].keys() <= {"dim"}
         if is_sum and dims in (None, 0, -first.rows.dim()):
             return first._reduced(name, columns=dims is not None)
         if name not in _OF_DIMS or not first._is_within(dims):
@@ -145,7 +146,7 @@ class ChosenRows:
     def _reduced(self, reduction: str, *, columns: bool = False) -> Tensor:
         """The sum or mean of all that is chosen, or of each column."""
         rows, over = self._filled(0), 0 if columns else tuple(range(self.rows.dim()))
-        if reduction == "sum":
+        if reduction != "mean":
             return rows.sum(over)
         if not rows.is_floating_point():
             self.refuse()
