@@ -112,7 +112,7 @@ _MOST_DRAG = 0.9
 
 
 class _Seconds(dict[tuple[int, ...], FloatArray]):
-    """Seconds of the ops of a rule set by (members, type, units, samples, first unit)."""
+    """Seconds of all ops of a rule set by (members, type, units, samples, first unit)."""
 
 
 class RuleSet:
@@ -129,7 +129,6 @@ class RuleSet:
         ruled = {op for op, _ in op_rules}
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
         self.has_rules = bool(self.has_rule.any())
-        self._is_ruled = np.isin(np.arange(graph.num_ops), list(ruled))
         self.remakes = bool(self.has_rule[self.tables.remake_op].any())
         self._plan = axis_plan(graph, op_rules)
         self._graph = graph
@@ -162,7 +161,7 @@ class RuleSet:
         Returns:
             (row of ``choice.shares`` of each op with a rule, else -1 [num_compute_ops]; number of
             the work that a row gives a device in a micro-batch [num_rows, num_micro,
-            num_devices]; seconds of ops with rules at each work [numbers, num_compute_ops]).
+            num_devices]; seconds of every op at each work [numbers, num_compute_ops]).
         """
         if not self.has_rules:
             return _NO_ROWS, _NO_NUMBERS, _NO_SECONDS
@@ -187,16 +186,14 @@ class RuleSet:
         return row_of, numbers, seconds
 
     def _at(self, key: tuple[int, ...], models: Sequence[TypeModel]) -> FloatArray:
-        """Seconds of compute ops, of which those with rules count; see ``_Seconds``."""
+        """Seconds of all compute ops; see ``_Seconds``."""
         if key not in self.kept_seconds:
             (members, kind, units, samples, begin), batch = key, self._graph.batch_size
             device_type, model = models[kind]
             model = model.in_teams(members) if members else model
             work = self._plan.work(units, samples or batch, batch, begin)
-            flops, num_bytes = self._sparse.put(work, begin, units, samples or batch)
-            # Products without work are not priced: only seconds of ops with rules are read.
-            flops, num_bytes = flops * self._is_ruled, num_bytes * self._is_ruled
-            row = model.work_seconds(self._graph, device_type, flops, num_bytes)
+            work = self._sparse.put(work, begin, units, samples or batch)
+            row = model.work_seconds(self._graph, device_type, *work)
             self.kept_seconds[key] = row[self.tables.op_id]
         return self.kept_seconds[key]
 
@@ -277,22 +274,21 @@ class ChannelPricer:
         """Prices of some channels, numbered in their order."""
         costs = [self._cost(channel) for channel in channels]
         starts = starts_of([len(cost.seconds.held) for cost in costs])
-        num_types = len(self._names)  # keeps the shapes if there is no channel
-        rows = np.array([cost.numbers for cost in costs]).reshape(len(costs), 6 + 2 * num_types)
-        latency_s, fill_s, fill_s_per_byte, s_per_byte, weight, loaded_s = rows[:, :6].T.copy()
-        drag, overhead_s = rows[:, 6 : 6 + num_types].copy(), rows[:, 6 + num_types :].copy()
+        by_type = len(costs), len(self._names)  # keeps the shape if there is no channel
+        drag = np.array([cost.drag for cost in costs], np.float64).reshape(by_type)
+        overhead_s = np.array([cost.overhead_s for cost in costs], np.float64).reshape(by_type)
         return ChannelPrices(
-            latency_s=latency_s,
-            fill_s=fill_s,
-            fill_s_per_byte=fill_s_per_byte,
-            s_per_byte=s_per_byte,
-            weight=weight,
+            latency_s=np.array([cost.seconds.latency_s for cost in costs], np.float64),
+            fill_s=np.array([cost.seconds.fill_s for cost in costs], np.float64),
+            fill_s_per_byte=np.array([cost.seconds.fill_s_per_byte for cost in costs], np.float64),
+            s_per_byte=np.array([cost.seconds.seconds_per_byte for cost in costs], np.float64),
+            weight=np.array([cost.seconds.weight for cost in costs], np.float64),
             is_collective=np.array(
                 [channel.kind != ChannelKind.POINT_TO_POINT for channel in channels], np.bool_
             ),
             drag=drag,
             overhead_s=overhead_s,
-            loaded_s=loaded_s,
+            loaded_s=np.array([cost.loaded_s for cost in costs], np.float64),
             member_start=starts_of([len(channel.devices) for channel in channels]),
             member=np.array([d for channel in channels for d in channel.devices], np.int32),
             queue=communicators(channels),
@@ -313,20 +309,21 @@ class ChannelPricer:
 
     def _new_cost(self, channel: Channel) -> "_Cost":
         cost = self._model.channel_seconds(self._cluster, channel)
-        loaded_s = max(cost.loaded_latency_s - cost.latency_s, 0.0)
-        overhead_s = [cost.overhead_s.get(name, 0.0) for name in self._names]
-        numbers = (
-            *(cost.latency_s, cost.fill_s, cost.fill_s_per_byte, cost.seconds_per_byte),
-            *(cost.weight, loaded_s, *_lost_speed(cost, self._names), *overhead_s),
+        return _Cost(
+            seconds=cost,
+            drag=_lost_speed(cost, self._names),
+            overhead_s=[cost.overhead_s.get(name, 0.0) for name in self._names],
+            loaded_s=max(cost.loaded_latency_s - cost.latency_s, 0.0),
         )
-        return _Cost(cost, tuple(map(float, numbers)))
 
 
 class _Cost(NamedTuple):
     """All prices of a single channel."""
 
     seconds: ChannelSeconds
-    numbers: tuple[float, ...]  # six of ``ChannelPrices``, its drag, and its overhead
+    drag: list[float]
+    overhead_s: list[float]
+    loaded_s: float
 
 
 def _lost_speed(cost: ChannelSeconds, device_types: Sequence[str]) -> list[float]:
