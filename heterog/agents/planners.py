@@ -318,15 +318,14 @@ class Agent(_AsksPolicy):
         asked = replace(asked, budget=left().part(SOON), seeds=begun.candidates, memory={})
         with _without_large(evaluator):
             search = Search(asked, self._lead())
-            moved = search.run(asked)
-        found, other = _joined(found, moved), _NOTHING
-        if fits and not search.has_gained and left().most_evaluations >= LEAST_FOR_MOVES:
-            other = second(replace(asked, budget=left(), seeds=(), memory={}))
-            found = _joined(found, other)
-        if left().most_evaluations >= LEAST_FOR_MOVES:
-            with _without_large(evaluator):
-                moved = search.run(replace(asked, budget=left(), seeds=other.candidates))
+            moved, other = search.run(asked), _NOTHING
             found = _joined(found, moved)
+            if fits and not search.has_gained and left().most_evaluations >= LEAST_FOR_ISLANDS:
+                other = second(replace(asked, budget=left(), seeds=(), memory={}))
+                found = _joined(found, other)
+            if left().most_evaluations >= LEAST_FOR_MOVES:
+                moved = search.run(replace(asked, budget=left(), seeds=other.candidates))
+                found = _joined(found, moved)
         best = *moved.candidates[: NUM_RETURNED - 1], *begun.candidates[:1], *other.candidates[:1]
         return PlanResult(candidates=best, num_evaluations=found.num_evaluations)
 
