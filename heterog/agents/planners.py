@@ -329,8 +329,9 @@ class Agent(_AsksPolicy):
             if may_begin_anew and left().most_evaluations >= LEAST_FOR_MOVES:
                 moved = search.run(replace(asked, budget=left(), seeds=other.candidates))
                 found = _joined(found, moved)
-        best = *moved.candidates[: NUM_RETURNED - 1], *begun.candidates[:1], *other.candidates[:1]
-        return PlanResult(candidates=best, num_evaluations=found.num_evaluations)
+        starts = *begun.candidates[:1], *other.candidates[:1]
+        candidates = *moved.candidates[: NUM_RETURNED - 1], *starts
+        return PlanResult(candidates=candidates, num_evaluations=found.num_evaluations)
 
     def _begins(self, problem: Problem) -> tuple[_Begin, _Begin]:
         """Functions that find plans from which moves begin; the second is for want of better."""
