@@ -19,7 +19,7 @@ from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.layouts.layout import Layout, Recompute
-from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
+from heterog.strategy.layouts.pipelines import Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
@@ -152,7 +152,7 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
     per_column = [size * len(teams[0]) for teams, _ in plans]
     num_micro = max(-(-batch // sum(per_column)), 1)
     micro = _columns(batch, per_column, num_micro)
-    manner = Manner()
+    layout = Layout()
 
     def build(graph: OpGraph, cluster: Cluster) -> Strategy:
         found = layers_of(graph)
@@ -164,7 +164,7 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
             )
             for (teams, counts), own in zip(plans, micro, strict=True)
         ]
-        return strategy_of_pipelines(graph, cluster, pipelines, manner)
+        return strategy_of_pipelines(graph, cluster, pipelines, layout)
 
     return Run(
         name=f"sailor:{number}:{row.get('file', '')}",

@@ -18,7 +18,8 @@ from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
 from heterog.strategy.division import split_evenly
-from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
+from heterog.strategy.layouts.layout import Layout
+from heterog.strategy.layouts.pipelines import Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
 from sailor.columns import NODE_GPUS
@@ -69,7 +70,7 @@ def strategy_of(plan: Plan, graph: OpGraph, cluster: Cluster) -> Strategy:
         # Rounds of like sizes: in a small last one, some replicas would have no sample.
         micro_batches=tuple(split_evenly(plan.batch, plan.num_micro)),
     )
-    return strategy_of_pipelines(graph, cluster, [pipeline], Manner())
+    return strategy_of_pipelines(graph, cluster, [pipeline], Layout())
 
 
 def _placed(plan: Plan, cluster: Cluster) -> list[list[tuple[int, ...]]]:
