@@ -2,8 +2,8 @@
 
 ``agent`` begins by a policy's rows (``proposals``) on some numbers of devices (``BY_ROWS``), else
 by the best compositions of ``islands``, and by both where the first do not fit; led moves finish
-them for the rest of the seconds of an answer (``answer_limit_s``). If they gain nothing soon on
-islands, rows are tried, too, and moves go on from all plans. Rows are one pass of the
+them for the rest of the seconds of an answer (``answer_limit_s``). If they gain nothing soon, the
+other beginning is tried, too, and moves go on from all plans. Rows are one pass of the
 network and at most 64 draws (the first one greedy), more rows made from the best draws, and the
 best rows refined for a bounded number of simulated tasks. Beside other methods, which have plans
 already, rows are all: ``auto`` gives them the seconds of a whole answer (``whole_s``), or none.
@@ -56,7 +56,7 @@ ROWS_PART = 0.25
 ISLANDS_PART = 0.4
 """Part of an answer for islands; moves have the rest."""
 SOON = 1.0 / 3.0
-"""Part of the moves' budget in which they should gain on islands; else rows are tried, too."""
+"""Part of the moves' budget in which they should gain; else the other beginning is tried, too."""
 LEAST_FOR_MOVES = 8
 """Fewest remaining evaluations with which moves finish an answer."""
 LEAST_FOR_ISLANDS = 64
@@ -315,23 +315,20 @@ class Agent(_AsksPolicy):
 
         if begun.candidates and (spending.is_cut or left().most_evaluations < LEAST_FOR_MOVES):
             return begun
-        may_begin_anew = fits and second == self._from_rows
-        part = SOON if may_begin_anew else 1.0
-        asked = replace(asked, budget=left().part(part), seeds=begun.candidates, memory={})
+        asked = replace(asked, budget=left().part(SOON), seeds=begun.candidates, memory={})
         with _without_large(evaluator):
             search = Search(asked, self._lead())
-            moved, other = search.run(asked), _NOTHING
-            found = _joined(found, moved)
-            is_enough = left().most_evaluations >= LEAST_FOR_ISLANDS
-            if may_begin_anew and is_enough and not search.has_gained:
-                other = second(replace(asked, budget=left(), seeds=(), memory={}))
-                found = _joined(found, other)
-            if may_begin_anew and left().most_evaluations >= LEAST_FOR_MOVES:
+            moved = search.run(asked)
+        found, other = _joined(found, moved), _NOTHING
+        if fits and not search.has_gained and left().most_evaluations >= LEAST_FOR_MOVES:
+            other = second(replace(asked, budget=left(), seeds=(), memory={}))
+            found = _joined(found, other)
+        if left().most_evaluations >= LEAST_FOR_MOVES:
+            with _without_large(evaluator):
                 moved = search.run(replace(asked, budget=left(), seeds=other.candidates))
-                found = _joined(found, moved)
-        starts = *begun.candidates[:1], *other.candidates[:1]
-        candidates = *moved.candidates[: NUM_RETURNED - 1], *starts
-        return PlanResult(candidates=candidates, num_evaluations=found.num_evaluations)
+            found = _joined(found, moved)
+        best = *moved.candidates[: NUM_RETURNED - 1], *begun.candidates[:1], *other.candidates[:1]
+        return PlanResult(candidates=best, num_evaluations=found.num_evaluations)
 
     def _begins(self, problem: Problem) -> tuple[_Begin, _Begin]:
         """Functions that find plans from which moves begin; the second is for want of better."""

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -114,19 +115,25 @@ def test_an_answer_begins_by_islands_where_rows_find_nothing(
     assert best_s(asked, Agent().plan(asked)) <= best_s(alone, islands)
 
 
+@pytest.mark.parametrize("cluster", ["paper_8gpu", "mixed_32"])  # rows, islands
 @pytest.mark.parametrize("gains", [True, False])
-def test_an_answer_tries_rows_too_if_moves_gain_nothing_on_islands(
-    gains: bool, monkeypatch: pytest.MonkeyPatch
+def test_an_answer_begins_anew_in_the_other_way_if_moves_gain_nothing_soon(
+    cluster: str, gains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a poor beginning does not decide an answer; the budget is kept."""
-    asked, sizes, begin = problem(cluster="mixed_32"), list[int | None](), Agent._rows
+    asked, begun = problem(cluster=cluster), list[str]()
+    for name in ("_from_rows", "_from_islands"):
+        begin = getattr(Agent, name)
 
-    def noted(self: Agent, own: Problem) -> PlanResult:
-        sizes.append(own.budget.evaluations)
-        return begin(self, own)
+        def noted(self: Agent, own: Problem, name: str = name, begin: Any = begin) -> PlanResult:
+            begun.append(name)
+            found: PlanResult = begin(self, own)
+            return found
 
-    monkeypatch.setattr(Agent, "_rows", noted)
+        monkeypatch.setattr(Agent, name, noted)
     monkeypatch.setattr(Search, "has_gained", gains)
     found = Agent().plan(asked)
-    assert len(sizes) == (not gains)
+    names = ["_from_rows", "_from_islands"]
+    names = names if asked.evaluator.cluster.num_devices in BY_ROWS else names[::-1]
+    assert begun == names[: 1 if gains else 2]
     assert found.num_evaluations <= 300 + 6
