@@ -35,7 +35,7 @@ from heterog.methods.local_search.move_features import (
 )
 from heterog.methods.local_search.neighbours import Move, MoveKind, State, StateKey
 from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
-from heterog.methods.local_search.planner import GAIN, Lead, Search
+from heterog.methods.local_search.planner import Lead, Search
 from heterog.units import GIB
 
 SHIPPED = "default"
@@ -57,6 +57,8 @@ _PRIOR_GAIN, _PRIOR_COST = 0.02, 10.0  # first values of each arm, to which both
 _FORGOTTEN = 0.99  # factor on earlier gains and costs after each move
 _MOST_REPEATED = 12  # most proposals in a row that lead to known points
 DROPOUT = 0.15  # in training only
+GAIN = 1e-3
+"""Least relative gain with which a move counts as gaining."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heterog.agents.improver import (
+    GAIN,
     Improver,
     ImproverConfig,
     LedMoves,
@@ -34,7 +35,7 @@ from heterog.lowering.program import FloatArray
 from heterog.methods.local_search.move_features import Array, MoveFeatures
 from heterog.methods.local_search.neighbours import State
 from heterog.methods.local_search.plan_moves import PLAN_PART, PlanMoves, drawn_moves
-from heterog.methods.local_search.planner import GAIN, Search, cost_of
+from heterog.methods.local_search.planner import Search, cost_of
 
 LIMIT = 1.02
 """Ratio to the step before a move above which its simulation is given up."""

@@ -2,8 +2,7 @@
 
 ``agent`` begins by a policy's rows (``proposals``) on some numbers of devices (``BY_ROWS``), else
 by the best compositions of ``islands``, and by both where the first do not fit; led moves finish
-them for the rest of the seconds of an answer (``answer_limit_s``). If they gain nothing soon, the
-other beginning is tried, too, and moves go on from all plans. Rows are one pass of the
+them for the rest of the seconds of an answer (``answer_limit_s``). Rows are one pass of the
 network and at most 64 draws (the first one greedy), more rows made from the best draws, and the
 best rows refined for a bounded number of simulated tasks. Beside other methods, which have plans
 already, rows are all: ``auto`` gives them the seconds of a whole answer (``whole_s``), or none.
@@ -35,7 +34,7 @@ from heterog.agents.proposals import (
 )
 from heterog.errors import HeterogError
 from heterog.methods.islands.planner import Islands
-from heterog.methods.local_search.planner import Lead, LocalSearch, Search
+from heterog.methods.local_search.planner import Lead, LocalSearch
 from heterog.methods.planner import Budget, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
 from heterog.names import shown
@@ -55,8 +54,6 @@ ROWS_PART = 0.25
 """Part of the budget for draws if there is nothing to divide."""
 ISLANDS_PART = 0.4
 """Part of an answer for islands; moves have the rest."""
-SOON = 1.0 / 3.0
-"""Part of the moves' budget in which they should gain; else the other beginning is tried, too."""
 LEAST_FOR_MOVES = 8
 """Fewest remaining evaluations with which moves finish an answer."""
 LEAST_FOR_ISLANDS = 64
@@ -83,15 +80,6 @@ _TOO_MANY = PlanResult(
 
 
 _NOTHING = PlanResult(candidates=(), num_evaluations=0)
-_Begin = Callable[[Problem], PlanResult]
-
-
-def _joined(first: PlanResult, second: PlanResult) -> PlanResult:
-    """The candidates and evaluations of both."""
-    return PlanResult(
-        candidates=(*first.candidates, *second.candidates),
-        num_evaluations=first.num_evaluations + second.num_evaluations,
-    )
 
 
 @cache
@@ -299,45 +287,45 @@ class Agent(_AsksPolicy):
             return self._rows(problem)
         budget = of_an_answer(problem.budget, evaluator.cluster.num_devices)
         asked = replace(problem, budget=budget)
-        whole, spending = problem.spend(), asked.spend()
-        first, second = self._begins(asked)
+        whole, spending, begun = problem.spend(), asked.spend(), _NOTHING
         with whole.limits():
-            begun, fits = first(asked), False
-            for best in begun.candidates[:1]:
-                fits = evaluator.evaluate(best.strategy, best.orders[0]).is_ok
-            if not fits and begun.num_evaluations < budget.most_evaluations:
-                # It has as much as if it were the first: an answer that fits may be late.
-                begun = _joined(second(asked), begun)
-        found = begun
-
-        def left() -> Budget:
-            return left_of(budget, found.num_evaluations, spending.seconds)
-
-        if begun.candidates and (spending.is_cut or left().most_evaluations < LEAST_FOR_MOVES):
+            for found in self._beginnings(asked):
+                begun = PlanResult(
+                    candidates=(*found.candidates, *begun.candidates),
+                    num_evaluations=begun.num_evaluations + found.num_evaluations,
+                )
+                if begun.num_evaluations >= budget.most_evaluations:
+                    break
+        rest = left_of(budget, begun.num_evaluations, spending.seconds)
+        if begun.candidates and (spending.is_cut or rest.most_evaluations < LEAST_FOR_MOVES):
             return begun
-        asked = replace(asked, budget=left().part(SOON), seeds=begun.candidates, memory={})
         with _without_large(evaluator):
-            search = Search(asked, self._lead())
-            moved = search.run(asked)
-        found, other = _joined(found, moved), _NOTHING
-        if fits and not search.has_gained and left().most_evaluations >= LEAST_FOR_MOVES:
-            other = second(replace(asked, budget=left(), seeds=(), memory={}))
-            found = _joined(found, other)
-        if left().most_evaluations >= LEAST_FOR_MOVES:
-            with _without_large(evaluator):
-                moved = search.run(replace(asked, budget=left(), seeds=other.candidates))
-            found = _joined(found, moved)
-        best = *moved.candidates[: NUM_RETURNED - 1], *begun.candidates[:1], *other.candidates[:1]
-        return PlanResult(candidates=best, num_evaluations=found.num_evaluations)
+            finished = LocalSearch(self._lead()).plan(
+                replace(asked, budget=rest, seeds=begun.candidates, memory={})
+            )
+        return PlanResult(
+            candidates=(*finished.candidates[: NUM_RETURNED - 1], *begun.candidates[:1]),
+            num_evaluations=begun.num_evaluations + finished.num_evaluations,
+        )
 
-    def _begins(self, problem: Problem) -> tuple[_Begin, _Begin]:
-        """Functions that find plans from which moves begin; the second is for want of better."""
-        begins = self._from_islands, self._from_rows
-        is_small = problem.evaluator.cluster.num_devices in BY_ROWS
+    def _beginnings(self, problem: Problem) -> Iterator[PlanResult]:
+        """Plans from which moves begin; those of the other kind, too, if the best do not fit.
+
+        The second kind has as much of the budget as if it were the first: an answer that fits may
+        be late.
+        """
+        evaluator = problem.evaluator
+        begins = [self._from_islands, self._from_rows]
+        is_small = evaluator.cluster.num_devices in BY_ROWS
         is_short = problem.budget.most_evaluations < LEAST_FOR_ISLANDS
         if self._by_rows or problem.has_only_places or is_small or is_short:
-            return begins[::-1]
-        return begins
+            begins.reverse()
+        for begin in begins:
+            found = begin(problem)
+            yield found
+            for best in found.candidates[:1]:
+                if evaluator.evaluate(best.strategy, best.orders[0]).is_ok:
+                    return
 
     def _from_islands(self, problem: Problem) -> PlanResult:
         with _without_large(problem.evaluator):

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from heterog.agents.planners import (
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
 from heterog.methods.islands.planner import Islands
-from heterog.methods.local_search.planner import Search
 from heterog.methods.planner import Budget, PlanResult, Problem
 from heterog.simulator.evaluator import Evaluator
 
@@ -113,27 +111,3 @@ def test_an_answer_begins_by_islands_where_rows_find_nothing(
     asked, alone = problem(), problem()
     islands = Islands().plan(replace(alone, budget=alone.budget.part(ISLANDS_PART)))
     assert best_s(asked, Agent().plan(asked)) <= best_s(alone, islands)
-
-
-@pytest.mark.parametrize("cluster", ["paper_8gpu", "mixed_32"])  # rows, islands
-@pytest.mark.parametrize("gains", [True, False])
-def test_an_answer_begins_anew_in_the_other_way_if_moves_gain_nothing_soon(
-    cluster: str, gains: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that a poor beginning does not decide an answer; the budget is kept."""
-    asked, begun = problem(cluster=cluster), list[str]()
-    for name in ("_from_rows", "_from_islands"):
-        begin = getattr(Agent, name)
-
-        def noted(self: Agent, own: Problem, name: str = name, begin: Any = begin) -> PlanResult:
-            begun.append(name)
-            found: PlanResult = begin(self, own)
-            return found
-
-        monkeypatch.setattr(Agent, name, noted)
-    monkeypatch.setattr(Search, "has_gained", gains)
-    found = Agent().plan(asked)
-    names = ["_from_rows", "_from_islands"]
-    names = names if asked.evaluator.cluster.num_devices in BY_ROWS else names[::-1]
-    assert begun == names[: 1 if gains else 2]
-    assert found.num_evaluations <= 300 + 6

@@ -45,8 +45,6 @@ SIMPLIFY_FROM = 0.97
 """Part of the budget after which the best strategy is made simpler."""
 COSTS_NOTHING = 2e-4
 """Relative rise of the step time that a simpler strategy may cost."""
-GAIN = 1e-3
-"""Least relative gain with which moves count as gaining."""
 
 _MOST_UNIFORM = 128  # uniform rows scored at the start
 _UNIFORM_UNTIL = 0.25  # part of the budget after which no more uniform rows are scored
@@ -187,7 +185,6 @@ class Search:
         self.rng = np.random.default_rng(problem.seed)
         self.spending = problem.spend()
         self.is_seeded = False
-        self._start_cost = 0.0
         self.speeds = problem.evaluator.speeds
         self.space = problem.evaluator.space()
         self.num_groups = problem.evaluator.tables.num_groups
@@ -207,11 +204,6 @@ class Search:
             partial(self._ask, problem.evaluator.referee),
             tell=lambda cost: self.problem.report(self.spending.fraction, cost),
         )
-
-    @property
-    def has_gained(self) -> bool:
-        """Whether moves have found anything clearly better than the starts, by the referee."""
-        return any(cost < (1.0 - GAIN) * self._start_cost for cost, _ in self.referee.best[:1])
 
     def run(self, problem: Problem) -> PlanResult:
         """Search with the budget of a problem: the first one, or a later one."""
@@ -248,7 +240,6 @@ class Search:
             self._join_seeds()
         else:
             self._seed()
-            self._start_cost = self.referee.best[0][0] if self.referee.best else 0.0
         self.is_seeded = True
         idle = 0
         while (
