@@ -6,6 +6,7 @@ The sources of tensors, and the placements in which ops need them, are found onc
 import copy
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -272,20 +273,17 @@ class RankProgram:
             for row, (op, parameter, _) in enumerate(graph.updates)
             if parameter in self.plan.sharded
         }
-        spans = self._spans[BATCH_AXIS][0]
-        sizes = [spans.size(micro) for micro in range(self.num_micro)]
-        self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
+        sizes = map(self._spans[BATCH_AXIS][0].size, range(self.num_micro - 1))
+        self.micro_begin = [0, *accumulate(sizes)]
         self.spans_of_op: list[Spans | None] = [
             self._spans[axis][group] if group >= 0 else None
             for axis, group in zip(self.plan.op_axis.tolist(), self._group.tolist(), strict=True)
         ]
         tables = self.tables
-        self.value_of = {
-            tensor: value for value, tensor in enumerate(tables.value_tensor.tolist())
-        }
+        self.value_of = {each: value for value, each in enumerate(tables.value_tensor.tolist())}
         self.is_recut: list[bool] = (tables.op_recut != Recut.NONE).tolist()
-        values: list[int] = tables.parameter_gradient.tolist()
-        self.parameters_of_value = grouped((value, row) for row, value in enumerate(values))
+        gradients = enumerate(tables.parameter_gradient.tolist())
+        self.parameters_of_value = grouped((value, row) for row, value in gradients)
         made = tables.parameter_gradient[tables.parameter_gradient >= 0]
         self.makes_gradients = frozenset(tables.value_op[made].tolist())
         self.bucket: list[int] = program.bucket.tolist()
@@ -310,8 +308,8 @@ class RankProgram:
         self._ring_devices: dict[int, tuple[int, ...]] = {}
         self._place_in_ring: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._value_in, self._whole_in = _values_in_buffers(program, tables)
-        is_conversion = np.isin(program.kind, list(SLOT_KINDS))
-        self.is_converted: list[bool] = is_conversion[program.buffer_maker].tolist()
+        maker_kind = program.kind[program.buffer_maker]
+        self.is_converted: list[bool] = np.isin(maker_kind, list(SLOT_KINDS)).tolist()
         self._remade_for: dict[int, int] = {}  # the group for which each task makes a value
         self._given_by = self._find_given()
         self._look_from(rank)

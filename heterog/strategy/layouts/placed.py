@@ -132,15 +132,13 @@ def place_layout(
     by_layer = layout.schedule == "breadth_first" and layout.pp == 1
     chunks = stage_of_group(layer_blocks(graph), len(stages)) if by_layer else stages
     shared = shared_across_stages(graph, chunks)
+    teams_of_ranks = tuple(
+        tuple(tuple(ranks[each] for each in sizes.team(rank, n)) for n in range(sizes.dp))
+        for rank in range(sizes.pp)
+    )
     pipeline = Pipeline(
         stages=stages,
-        teams=tuple(
-            tuple(
-                tuple(ranks[member] for member in sizes.team(rank, number))
-                for number in range(sizes.dp)
-            )
-            for rank in range(sizes.pp)
-        ),
+        teams=teams_of_ranks,
         micro_batches=(sizes.micro_batch * sizes.dp,) * sizes.num_micro,
         num_copies=sizes.dp_replicate if layout.zero else 1,
     )
@@ -150,23 +148,15 @@ def place_layout(
     rules = rules_of_teams(graph, (pipeline,), layout)
     of_groups = teams_of_groups(graph, (pipeline,), layout)
     teams = dict.fromkeys(team for of_group in each_once(of_groups) for team in of_group)
-    return Given(
-        layout=asked,
-        sizes=sizes,
-        strategy=strategy_of_pipelines(
-            graph,
-            cluster,
-            (pipeline,),
-            layout,
-            keeps_turns=not waits,
-            step_barrier=step_barrier,
-        ),
-        remarks=(
-            *_remarks(asked, sizes, graph, cluster, shared),
-            *(rules.remarks if rules is not None else ()),
-            *_across_hosts(list(teams), cluster),
-        ),
+    strategy = strategy_of_pipelines(
+        graph, cluster, (pipeline,), layout, keeps_turns=not waits, step_barrier=step_barrier
     )
+    remarks = (
+        *_remarks(asked, sizes, graph, cluster, shared),
+        *(rules.remarks if rules is not None else ()),
+        *_across_hosts(list(teams), cluster),
+    )
+    return Given(layout=asked, sizes=sizes, strategy=strategy, remarks=remarks)
 
 
 def _with_copies(layout: Layout, sizes: Layout, hosts: Sequence[int]) -> Layout:
