@@ -44,7 +44,7 @@ MAX_INT32 = 2**31 - 1
 _MOST_DEPTH = 16
 _MOST_LISTED = 200_000
 """Most integers that a file lists one by one: each takes 100 bytes while it is read."""
-_MOST_PACKED = 2**27
+_MOST_PACKED = 2**26
 _MOST_SHOWN = 300
 
 
@@ -152,7 +152,8 @@ class Integers:
         except (binascii.Error, zlib.error, ValueError) as error:
             raise ValueError("is no packed array of integers") from error
         rows = steps.cumsum(0, dtype=np.int64)
-        if not unpacking.eof or (rows.size and not 0 <= rows.min() <= rows.max() <= MAX_INT32):
+        is_whole = unpacking.eof and not unpacking.unused_data
+        if not is_whole or (rows.size and not 0 <= rows.min() <= rows.max() <= MAX_INT32):
             raise ValueError("is no packed array of integers")
         return rows.astype(np.int32)
 

@@ -52,6 +52,7 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
         ),
         (["policy", "pack", "default", ""], "folder is an empty path; write . for this folder"),
         (["policy", "pull", "x", "--output="], "--output is an empty path"),
+        (["policy", "pull", "x=", "--output", "."], "cannot write .: it is a folder"),
         (["check", "--ranks", "2", "--ranks", "3", "none.py"], "there is no script"),
         (
             ["evaluate", "none.pt", "--models", "vgg19", "--clusters", "--models"],

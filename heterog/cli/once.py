@@ -17,15 +17,16 @@ class EachOnce(TyperCommand):
         Raises:
             HeterogError: an option with names in commas stands twice, or a path is empty.
         """
-        given = [] if ctx.resilient_parsing else self.make_parser(ctx).parse_args([*args])[2]
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        said, _, given = self.make_parser(ctx).parse_args([*args])
         for option in filter(_is_one_list, self.params):
             if given.count(option) > 1:
                 name = max(option.opts, key=len)
                 raise HeterogError(f"{name} is given twice; names go into one, with commas.")
-        is_empty = any(not each.rpartition("=")[2] for each in args)  # paths are not: "" is "."
         left = super().parse_args(ctx, args)
-        for parameter in self.params if is_empty else ():
-            if ctx.params.get(parameter.name) == Path():
+        for parameter in self.params:
+            if said.get(parameter.name) == "" and ctx.params.get(parameter.name) == Path():
                 name = max(parameter.opts, key=len)
                 raise HeterogError(f"{name} is an empty path; write . for this folder.")
         return left

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from heterog.methods.planner import Budget, Candidate
-from heterog.search.issue_order import IssuedSteps
+from heterog.search.issue_order import MOST_REHEARSED, IssuedSteps
 
 NOISE_PART = 0.08
 """Part of a budget in seconds for the draws of noise from which ranges of gains follow."""
@@ -126,7 +126,7 @@ class Allotment:
             follows_s = self._num_turns * NOISE_S + self._last_s
             follows_s += self._kept_for_changes_s - self._late_s
             rehearsal_s = self._num_turns * REHEARSAL_S + self._num_ops * REHEARSAL_OP_S
-            rehearsal_s *= self._is_rehearsed
+            rehearsal_s *= self._is_rehearsed and self._num_turns <= MOST_REHEARSED
             # A rehearsal that cannot end in time is left out, and no time is kept back for it.
             if follows_s + rehearsal_s <= MOST_KEPT * self._budget_s:
                 follows_s += rehearsal_s

@@ -58,6 +58,8 @@ class Rehearse(Protocol):
 MOST_WRITTEN = 16_000_000
 """Most ops, on all devices and in all micro-batches of a step, for which a plan holds an order:
 half a minute of work and 5 GB of memory to make, as much for each rank to read."""
+MOST_REHEARSED = 2_000_000
+"""Most ops, on all devices, of a step that is rehearsed: minutes of work and 5 GB of memory."""
 
 _MADE_AT_ONCE = 100_000
 """Most tasks of a step for which an order is made only to count its turns."""

@@ -22,7 +22,13 @@ from heterog.methods.registry import AUTO, Methods
 from heterog.pricing.cost_model import CostModel
 from heterog.pricing.intervals import Interval
 from heterog.search.allotment import NOISE_PART, Allotment
-from heterog.search.issue_order import MOST_WRITTEN, IssuedStep, IssuedSteps, Rehearse
+from heterog.search.issue_order import (
+    MOST_REHEARSED,
+    MOST_WRITTEN,
+    IssuedStep,
+    IssuedSteps,
+    Rehearse,
+)
 from heterog.search.judging import can_be_sent, prepare_seat, under_noise
 from heterog.search.plan_file import row_to_dict
 from heterog.search.request import GIVEN, Request, Session
@@ -248,6 +254,8 @@ def rehearsed(
             if said is None:
                 why = UNWRITTEN if step is None else UNREHEARSED if is_large else UNPLAYED
                 result[number] = replace(row, note="; ".join(filter(None, (row.note, why))))
+                if every and why != UNPLAYED:
+                    continue
                 break
             known[key] = said
         if not known[key]:
@@ -269,8 +277,6 @@ def rehearsed(
 UNPLAYED = "not rehearsed: the budget was over; a larger budget plays it through before it says ok"
 
 
-MOST_REHEARSED = 2_000_000
-"""Most ops, on all devices, of a step that is rehearsed: minutes of work and 5 GB of memory."""
 UNREHEARSED = f"not rehearsed: the step has more than {MOST_REHEARSED:,} ops on all devices"
 
 

@@ -21,8 +21,8 @@ Rules, also those of the slow reference in the tests:
   the same weight.)
 - Communication slows compute (*drag*): every byte takes seconds of compute from the members
   (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly
-  from the operation's start to its end. If an op already runs when communication starts, the next
-  op on its device pays for its loss.
+  from the operation's start to the end that is found there. If an op already runs when
+  communication starts, the next op on its device pays for its loss.
 - Compute slows communication: an operation that starts while a member runs an op has a longer
   latency.
 - If sends block (``Cluster.sends``), a device starts no task while a value that it sends is under
@@ -421,6 +421,7 @@ def _start_operation(
                 timings.seconds[task] += channels.loaded_s[channel]
                 break
     queue = channels.queue[channel]
+    work.slowest[queue], work.due[queue] = 0, 0.0
     through, alone = now, work.alone[queue]
     for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
         resource = channels.resource[entry]
@@ -470,7 +471,8 @@ def _end_bytes(
         _serve(work, slowest, now)
         left = (work.due[queue] - work.served[slowest]) * max(work.load[slowest], 1.0)
         left = min(left, work.free_at[slowest] - now)
-        if left > 1e-9 * alone and now + left > now:
+        # What is left by rounding, beside all that the link has served, would never be served.
+        if left > 1e-9 * alone + 1e-12 * now:
             return float(now + left), 2 * task + 1
     for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
         held = payload * channels.resource_s_per_byte[entry]

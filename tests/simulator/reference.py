@@ -199,7 +199,7 @@ def simulate(
                 continue
             alone = task.payload * most_held(task)
             remaining = min((due - served[link]) * load(link), link_free_at[link] - now)
-            if alone > 0.0 and remaining > 1e-9 * alone and now + remaining > now:
+            if alone > 0.0 and remaining > 1e-9 * alone + 1e-12 * now:
                 under_way[number] = (now + remaining, link, due)
                 moments.add(now + remaining)
                 continue

@@ -17,6 +17,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.simulator.lower_bound import floor_s
 from heterog.strategy.strategy import Decision, Sync
+from tests.house.corpus import graph_of, legal_strategy
 from tests.simulator import reference
 from tests.simulator.builders import (
     GBIT_PER_S,
@@ -285,6 +286,24 @@ def test_a_link_carries_no_more_than_it_can_when_operations_begin_one_by_one() -
     times = tasks.run()
     assert max(times.finish) == pytest.approx(max(times.fair_finish), rel=1e-3)
     assert max(times.finish) > 21.7
+
+
+def test_bytes_that_rounding_leaves_are_not_waited_for() -> None:
+    """Fourteen messages of half a microsecond on a link that has served others for 1.3 s.
+
+    What is left of each is less than what its time can be told apart by.
+    """
+    graph, cluster = graph_of("transformer_6l"), Cluster.load("paper_12gpu")
+    evaluator = Evaluator(graph, cluster)
+    strategy = legal_strategy(Random("transformer_6l 5"), graph, cluster)
+    judged = evaluator.referee(evaluator.encode(strategy))
+    assert evaluator.evaluate(strategy).step_time_s == pytest.approx(judged.step_time_s, rel=0.03)
+
+
+def test_bytes_may_take_no_time_beside_the_clock() -> None:
+    tasks = Tasks(quiet(3))
+    tasks.send(0, 1, 4.0, tasks.op(0, 1e9))
+    assert max(tasks.run().finish) == 1e9
 
 
 def test_latencies_of_communicators_that_share_nics_overlap() -> None:

@@ -60,13 +60,14 @@ class StepOrder(NamedTuple):
 def step_order(
     part: RankProgram, task_order: Sequence[int] | IntArray, *, clips: bool, own: bool = False
 ) -> StepOrder:
-    """The order of all tasks of all ranks.
+    """The order of all tasks of all ranks, or of those that one rank needs.
 
     Args:
-        part: The program; the result does not depend on the rank.
+        part: The program; the order does not depend on the rank.
         task_order: Order of tasks of the plan.
         clips: Whether all updates come after the norm of all gradients.
-        own: Whether turns may be left out in which this rank takes no part.
+        own: Whether turns may be left out in which the rank takes no part, as they are in steps
+            that end with a barrier.
 
     With a step barrier this is the plan's order; clipping moves the updates to the end. Without
     one, tasks that wait for gradients move into the next step: the tasks that make the new value
