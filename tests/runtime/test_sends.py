@@ -56,7 +56,7 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
     class Late(TaskTimes):
         def begin_task(self, task: int) -> None:
             if executor._kind[task] == TaskKind.COMPUTE:
-                op = executor._interpreter._op[executor._subject[task]]
+                op = executor._interpreter._op[executor.part.subjects[task]]
                 if step.captured.graph.ops[op].phase == Phase.BACKWARD:
                     time.sleep(pause_s)
             super().begin_task(task)
