@@ -320,7 +320,7 @@ class Balancer(Follower):
             self._left_out.end_step(step)
         if self._replicas is not None:
             with self.clock.waiting():
-                self._replicas.end_step(list(self.weights.beside.values()), is_end=is_end)
+                self._replicas.end_step(is_end=is_end)
         if num_trained or self.weights.is_unlike:
             self.weights.passes.end_step(num_trained, is_end=is_end)
 

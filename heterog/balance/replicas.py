@@ -7,7 +7,7 @@ would be trained with twice and others not at all.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,7 @@ from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError, Deal
 from heterog.balance.streams import fingerprint
 from heterog.errors import HeterogWarning, OwnSamplesWarning
-from heterog.runtime.step.alike import Drift, Replicas, compared_after, drift, together
+from heterog.runtime.step.alike import Drift, Replicas, compared_after, drift
 
 
 class ReplicaCheck:
@@ -39,17 +39,15 @@ class ReplicaCheck:
         self._model, self._group = model, group
         self._replicas = Replicas(list(_replicated(model)))
         self._frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
-        self._beside: Replicas | None = None
         self._looks_at_buffers = True
         self._num_steps = 0
 
-    def end_step(self, beside: Sequence[Tensor] = (), *, is_end: bool = False) -> None:
+    def end_step(self, *, is_end: bool = False) -> None:
         """Compare after some of the steps; all ranks call it after each step.
 
         Warns once of buffers that ranks compute from their own samples.
 
         Args:
-            beside: Parameters beside the model that its optimizer has updated.
             is_end: Whether a pass over the data ends, which may be the last one.
 
         Raises:
@@ -57,14 +55,8 @@ class ReplicaCheck:
         """
         self._num_steps += 1
         if is_end or compared_after(self._num_steps):
-            if beside and self._beside is None:
-                self._beside = Replicas(beside)
-            own = self._replicas.facts()
-            # One sum for all, because a rank that left a batch out may know of none yet.
-            told = self._group.gather([*own, *together(self._beside)])
+            told = self._group.gather(self._replicas.facts())
             found = drift(told, self._num_steps)
-            if found is not None and 3 * found.place == len(own):
-                raise BalanceError(_BESIDE.format(*found.ranks, step=self._num_steps))
             if found is not None:
                 raise BalanceError(self._described(found))
             if self._looks_at_buffers:
@@ -180,13 +172,6 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-_BESIDE = (
-    "after step {step} parameters that the optimizer updates beside the balancer's model differ "
-    "between ranks {} and {} (learned weights of a loss, a head of its own): nothing averages "
-    "their gradients, which are of each rank's own samples. Make them a part of the module that "
-    "DistributedDataParallel wraps and Balancer gets. check_replicas=False does without this "
-    "check."
-)
 _MORE_THAN_ROUNDING = 1e3
 """Least difference of a buffer, in roundings of ``Replicas``: a thousandth of its norm."""
 _MOST_INDICES = 4096  # of a ``Subset``, at equal distances

@@ -69,7 +69,6 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
     if not weights.checks_updates:
         return
     weights.passes.check_update(optimizer)
-    weights.note_beside(optimizer)
     if weights.may_update:
         return
     stepped = {

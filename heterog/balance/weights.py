@@ -17,12 +17,9 @@ gradient were zero. If only some ranks have used a parameter, the others contrib
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from heterog.balance.group import RankGroup
 from heterog.balance.passes import Passes
@@ -42,7 +39,6 @@ class StepWeights:
         checks_updates: Whether an update needs a weighed loss.
         is_unlike: Whether ranks have unlike numbers of samples in this step.
         parameters: Identities of the parameters that are trained, if they are known.
-        beside: Other parameters that an optimizer of these has updated, by identity.
         passes: Backward passes that reach these parameters.
     """
 
@@ -57,8 +53,6 @@ class StepWeights:
         self._num_at_update: int | None = None
         self.checks_updates, self.is_unlike = True, False
         self.parameters: frozenset[int] | None = None
-        self.beside: dict[int, Tensor] = {}
-        self._known: WeakSet[Optimizer] = WeakSet()  # optimizers that have stepped
         self.passes = Passes()
 
     def begin_batch(self, samples: Sequence[int]) -> None:
@@ -102,26 +96,6 @@ class StepWeights:
         """Called after an optimizer's step: the next weighed loss begins a new sum."""
         self._is_complete = True
         self._num_at_update = self.num_trained
-
-    def note_beside(self, optimizer: Optimizer) -> None:
-        """Note what an optimizer of the trained parameters updates beside them."""
-        if not self.parameters or optimizer in self._known:
-            return
-        self._known.add(optimizer)
-        stepped = {
-            id(each): each
-            for group in optimizer.param_groups
-            for each in group["params"]
-            if each.grad is not None
-        }
-        if self.parameters & stepped.keys():
-            self.beside |= {
-                key: each
-                for key, each in stepped.items()
-                if key not in self.parameters
-                and each.is_floating_point()
-                and not isinstance(each, DTensor)
-            }
 
     @property
     def may_update(self) -> bool:

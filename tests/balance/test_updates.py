@@ -169,17 +169,6 @@ def unfreezes(rank: int) -> None:
     _train(rank, DistributedDataParallel(model), unfreezes=True)
 
 
-def learns_a_weight_beside(rank: int) -> None:
-    model, scale = DistributedDataParallel(net()), nn.Parameter(torch.ones(()).double())
-    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-    balancer = Balancer(model, global_batch_size=SIZE, shares=SHARES, interval=0)
-    for inputs, kinds in balancer.loader(numbers()):
-        loss = functional.cross_entropy(model(inputs), kinds) * scale.exp() + scale**2
-        torch.autograd.backward(balancer.weigh(loss))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def shares_layers(rank: int) -> None:
     mesh = init_device_mesh("cpu", (len(SHARES),))
     _train(rank, parallelize_module(net(), mesh, {"0": ColwiseParallel()}))
@@ -221,7 +210,6 @@ def _train(
         (forgets_to_average, "after step 1 .* call balancer.average_gradients"),
         (has_a_rate_of_its_own, "after step 1 .* the same learning rate"),
         (unfreezes, "after step 2 .*: module.0.weight was frozen when training began"),
-        (learns_a_weight_beside, "after step 1 .* beside the balancer's model differ"),
         (shares_layers, "0.weight lies on a mesh of 3 of 3 ranks .* need the same samples"),
     ],
 )

@@ -132,14 +132,6 @@ class Replicas:
         return found
 
 
-def together(replicas: Replicas | None) -> list[float]:
-    """Facts of several tensors as those of one; those of no tensor if there are none."""
-    if replicas is None:
-        return [0.0, 0.0, _NOT_HELD]
-    facts = replicas.facts()
-    return [sum(facts[place::_NUM_FACTS]) for place in range(_NUM_FACTS)]
-
-
 def drift(told: Sequence[Sequence[float]], num_steps: int) -> Drift | None:
     """The tensor whose replicas differ most, if that is more than rounding.
 
