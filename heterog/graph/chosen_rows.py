@@ -43,6 +43,8 @@ _LOSSES = frozenset(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits".split()
 )
+_WEIGHTS = dict.fromkeys("mse_loss l1_loss huber_loss".split(), "weight")
+"""Losses whose mean is divided by the sum of their weights."""
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs eq ne lt le gt ge and or xor "
     "invert"
@@ -89,7 +91,10 @@ class ChosenRows:
         first = next(each for each in pytree.tree_leaves(given) if isinstance(each, cls))
         if first.rows.requires_grad and not torch.is_grad_enabled():
             first.refuse()  # an autograd.Function, whose backward pass would not be called
-        name = getattr(func, "__name__", "").strip("_")
+        said = getattr(func, "__name__", "")
+        name, is_in_place = said.strip("_"), said.endswith("_") and not said.endswith("__")
+        if is_in_place and name in _STEEP:
+            first.refuse()  # it would change a copy
         if name in _ELEMENTWISE:
             return first._of_rows(func, given, name in _STEEP)
         if args[:1] != (first,):
@@ -132,6 +137,9 @@ class ChosenRows:
     def _loss(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """A loss of chosen rows; labels of others are those that cross entropy ignores."""
         reduction, target = kwargs.get("reduction", "mean"), args[1] if len(args) > 1 else None
+        others = [kwargs.get(each) for each in ("size_average", "reduce", _WEIGHTS.get(name, ""))]
+        if any(each is not None for each in others):
+            self.refuse()
         if name not in ("cross_entropy", "nll_loss"):
             kwargs["reduction"] = "none"
             found = self._of_rows(func, (args, kwargs), steep=False)

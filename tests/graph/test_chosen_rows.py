@@ -69,6 +69,10 @@ COUNTS: dict[str, Use] = {
     "order": lambda out, wanted, labels, mask: out[mask].sort(0)[0][0].sum(),
     "sums of columns": lambda out, wanted, labels, mask: out[mask].softmax(0)[:, 0].sum(),
     "other rows": lambda out, wanted, labels, mask: (out[mask] - wanted).sum(),
+    "divided in place": lambda out, wanted, labels, mask: out[mask].div_(2).sum(),
+    "a mean over weights": lambda out, wanted, labels, mask: functional.mse_loss(
+        out[mask], wanted[mask], weight=wanted[mask].abs()
+    ),
     "pairs": lambda out, wanted, labels, mask: functional.mse_loss(
         out[:, :1][mask], wanted[:, 0][mask]
     ),
