@@ -77,7 +77,6 @@ ROOMS = {
             "graph/value_numbers.py",
             "graph/sample_ops.py",
             "graph/static_shapes.py",
-            "graph/chosen_rows.py",
             "graph/traced_constants.py",
             "graph/value_checks.py",
         ),

@@ -5,8 +5,7 @@
 - ``capture`` traces a ``step`` on fake tensors. ``repeated_calls`` runs the step again after
   ``python_state`` has changed, and compares both by ``value_numbers``, which also know the values
   that depend on no input. Helpers of a capture: ``static_shapes`` (changes torch and its control
-  flow meanwhile), ``chosen_rows`` (rows that a mask chooses), ``sample_ops`` (replaces functions
-  that mix samples only in memory),
+  flow meanwhile), ``sample_ops`` (replaces functions that mix samples only in memory),
   ``traced_constants`` (constants that all samples share, steps on one sample), ``guards`` and
   ``value_checks`` (conditions that only decide whether to raise an error).
 - ``op_costs`` counts FLOPs and bytes. ``optimizer_probe`` finds the tensors that an optimizer

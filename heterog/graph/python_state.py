@@ -7,42 +7,29 @@ model and its loss, finds which of them a call has changed, and restores them.
 import copy
 import os
 import pickle
-import queue
 import random
 import sys
 import sysconfig
-import threading
 import types
-from array import array
-from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 _MAX_HOLDERS = 100_000
 """Most objects that are visited: a model with a data set in an attribute would take minutes."""
 _MAX_ARRAY_BYTES = 1 << 20
 """Larger arrays are tables, which no step writes."""
-_MOST_COUNTERS = 1_000
-"""Most numbers of an array that are looked at one by one, as counters are."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _NO_STATE = (*_SCALARS, Tensor, types.ModuleType, types.BuiltinFunctionType)
-_BOXES = (dict, list, deque, set)
-"""Kinds whose subclasses may have attributes beside their items."""
-_OBJECTS = (
-    *(types.SimpleNamespace, UserDict, UserList, ChainMap, threading.local, queue.Queue),
-    *(WeakKeyDictionary, WeakValueDictionary),
-)
-"""Kinds of Python's library that hold in attributes what they are given."""
 MISSING: Any = object()
 """Stands for a value that does not exist."""
 
@@ -214,8 +201,6 @@ class PythonState:
         for kinds, look in self._KINDS:
             if isinstance(thing, kinds):
                 look(self, thing, text)
-                if isinstance(thing, _BOXES) and not _is_class_of_library(type(thing)):
-                    self._look_at_object(thing, text)
                 return
         if hasattr(type(thing), "__next__"):
             self.unseen.append(f"{text}, an iterator")
@@ -336,16 +321,14 @@ class PythonState:
         (tuple | frozenset, _look_at_items),
         (random.Random | np.random.RandomState | np.random.Generator,
          lambda self, thing, text: self._hold(_random_holder(thing, text))),
-        (np.ndarray | array | bytearray | memoryview,
-         lambda self, thing, text: self._hold(_array_holder(thing, text))),
-        (ContextVar, lambda self, thing, text: self._hold(_context_holder(thing, text))),
+        (np.ndarray, lambda self, thing, text: self._hold(_array_holder(thing, text))),
         (partial, lambda self, thing, text: self._look_at_items(
             (thing.func, thing.args, thing.keywords), text)),
         (types.MethodType, lambda self, thing, text: self._look_at_items(
             (thing.__self__, thing.__func__), text)),
         (types.FunctionType, _look_at_function),
         (type, _look_at_class),
-        (_OBJECTS, _look_at_object),
+        (types.SimpleNamespace | UserDict | UserList, _look_at_object),
     )  # fmt: skip
 
 
@@ -400,14 +383,14 @@ def _module_holder(module: nn.Module, text: Callable[[Any], str]) -> Holder:
         attributes = {
             name: value
             for name, value in held.items()
-            if name not in _TORCHS_OWN and not ("_hooks" in name and not value)
+            if name not in _TORCHS_OWN and not (name.endswith("_hooks") and not value)
         }
         made = {name: buffers[name] for name in buffers if name not in inputs}
         return attributes | made if made else attributes
 
     def write(values: Mapping[Any, Any]) -> None:
         for name in read().keys() - values.keys():
-            if "_hooks" in name:
+            if name.endswith("_hooks"):
                 held[name] = OrderedDict[int, Any]()  # every module has this dict
             elif held.pop(name, MISSING) is MISSING:
                 del buffers[name]
@@ -461,47 +444,13 @@ def _attribute_holder(
     return Holder(read, write, text)
 
 
-def _array_holder(
-    held: "np.ndarray[Any, Any] | array[Any] | bytearray | memoryview", text: str
-) -> Holder:
-    """Holder of numbers in memory: one by one if they are few, else of all bytes."""
-    first = np.asarray(held if isinstance(held, np.ndarray) else memoryview(held))
-    is_small = first.nbytes <= _MAX_ARRAY_BYTES and first.dtype != object
-    is_counted = first.size <= _MOST_COUNTERS and first.dtype.kind in "iuf"
-    dtype, shape = first.dtype, first.shape
-
-    def read() -> dict[Any, Any]:
-        now = np.asarray(held if isinstance(held, np.ndarray) else memoryview(held))
-        if is_counted:
-            return dict(enumerate(now.ravel().tolist()))
-        return {"": now.tobytes()} if is_small else {}
+def _array_holder(array: NDArray[Any], text: str) -> Holder:
+    is_small = array.nbytes <= _MAX_ARRAY_BYTES and array.dtype != object
 
     def write(values: Mapping[Any, Any]) -> None:
-        if is_counted:  # numbers that are too large wrap around, as they do when they are counted
-            found = np.array([values[key] for key in sorted(values)]).astype(dtype).tobytes()
-        else:
-            found = values[""]
-        if isinstance(held, array):
-            held[:] = array(held.typecode, found)
-        elif isinstance(held, bytearray):
-            held[:] = found
-        else:
-            np.asarray(held)[...] = np.frombuffer(found, dtype).reshape(shape)
+        array[...] = np.frombuffer(values[""], array.dtype).reshape(array.shape)
 
-    return Holder(read, write, lambda key: f"{text}[{key}]" if is_counted else text)
-
-
-def _context_holder(variable: "ContextVar[Any]", text: str) -> Holder:
-    def read() -> dict[Any, Any]:
-        try:
-            return {"": variable.get()}
-        except LookupError:  # never set, without a default
-            return {}
-
-    def put(_: Any, value: Any) -> None:
-        variable.set(value)
-
-    return _attribute_holder(read, put, lambda _: text)
+    return Holder(lambda: {"": array.tobytes()} if is_small else {}, write, lambda key: text)
 
 
 def _random_holder(source: Any, text: str) -> Holder:

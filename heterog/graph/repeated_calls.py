@@ -26,8 +26,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from numbers import Number
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -257,15 +256,14 @@ def _seeded(slots: Iterable[Slot], choice: int) -> Iterator[tuple[Slot, Any]]:
 def _after(start: Any, slot: Slot, calls: int) -> Iterator[Any]:
     """Value of a place after many calls, if three values form a linear or geometric series."""
     one, two = slot.before, slot.after
-    if not all(isinstance(each, Number | datetime.timedelta) for each in (start, one, two)):
+    if not all(isinstance(each, int | float) for each in (start, one, two)):
         return
     if any(isinstance(each, bool) for each in (start, one, two)):
         return
     if two - one == one - start:
         yield (two - one) * calls if isinstance(two, int) else two + (two - one) * calls
     elif start and one and abs(two / one - one / start) < 1e-9:
-        with suppress(ArithmeticError):  # too large a number
-            yield two * (two / one) ** min(calls, 100_000)
+        yield two * (two / one) ** min(calls, 100_000)
 
 
 _WAYS_OUT = {
@@ -364,7 +362,7 @@ def _are_counted() -> bool:
 _FOUND = _FunctionCaches()
 
 
-_MOST_ENTRIES = 10_000
+_MOST_ENTRIES = 1_000
 """Entries of a list or dict that is compared: larger ones are data and tables."""
 _MOST_TRIED = 16
 """Most places that are tried one by one."""
@@ -419,7 +417,7 @@ class WatchedState:
                 self._others.append(holder.without(ignored[id(holder.read)]))
             elif holder.held is None:
                 self._others.append(holder)
-            else:
+            elif holder.values or holder.held:
                 self._copies.append((holder.held, holder.held.copy()))
         # Each step writes parameters and buffers, wherever else they are listed (``nn.LSTM``).
         trained = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}

@@ -4,12 +4,11 @@ Some code reads values where a plan knows only shapes: distributions check their
 layers count self loops, a module converts its weights to the dtype that they already have. Such
 checks become ops of the step, or are skipped because they always hold for the captured step.
 
-Three kinds of indexing are replaced for which torch reads values. For an index that is a
+Two kinds of indexing are replaced for which torch reads values. For an index that is a
 tensor of one number (``x[:, last]``) torch makes a view at that number, so the graph would contain
-it; during a capture the number is unknown. ``index_select`` gives the same values. Rows read by a
-mask (``x[mask]``) are ``ChosenRows``. A value written by a mask (``x[mask] = token``) becomes
-``torch.where``, and rows a ``masked_scatter``, because the backward pass of torch's op would count
-the places of the mask.
+it; during a capture the number is unknown. ``index_select`` gives the same values. A value written
+by a mask (``x[mask] = token``) becomes ``torch.where``, and rows a ``masked_scatter``, because the
+backward pass of torch's op would count the places of the mask.
 
 ``plain_control_flow`` replaces ``torch.cond``, scans and ``map`` by ops that a plan can split:
 both branches are computed and ``torch.where`` chooses, and loops over a dimension are unrolled. A
@@ -42,7 +41,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.errors import CaptureError
 from heterog.graph import sample_ops
-from heterog.graph.chosen_rows import ChosenRows, is_for_all_rows
 from heterog.graph.python_state import is_of_library
 from heterog.graph.value_checks import check_all, wrapped
 from heterog.graph.value_numbers import is_known
@@ -57,8 +55,6 @@ _setitem: Callable[..., Any] = Tensor.__setitem__
 def _look_up(self: Tensor, index: Any) -> Any:
     """Index by unknown numbers without reading values."""
     parts = index if isinstance(index, tuple) else (index,)
-    if _is_mask_of(self, index) and not is_known(index):
-        return ChosenRows.of(self, index)
     if any(_is_unknown_mask(each) and is_known(each) for each in parts):
         parts = index = tuple(_places(parts))
     if any(_is_unknown(each) for each in parts):
@@ -68,30 +64,15 @@ def _look_up(self: Tensor, index: Any) -> Any:
 
 def _write(self: Tensor, index: Any, value: Any) -> None:
     """Write by unknown masks without reading values."""
-    is_mask = _is_mask_of(self, index)
+    is_mask = _is_unknown_mask(index) and index.shape == self.shape[: index.dim()]
     rest = self.dim() - index.dim() if is_mask else -1
     is_number = isinstance(value, int) or (isinstance(value, float) and self.is_floating_point())
-    if isinstance(value, ChosenRows):
-        self.copy_(value.in_place_of(self, index) if is_mask else value.refuse())
-    elif rest >= 0 and (
-        is_number or (isinstance(value, Tensor) and is_for_all_rows(value, rest + 1))
-    ):
+    if rest >= 0 and (is_number or (isinstance(value, Tensor) and value.dim() <= rest)):
         self.copy_(torch.where(index.reshape(*index.shape, *[1] * rest), value, self))
     elif rest == 1 and isinstance(value, Tensor) and _are_rows(value, self.shape[-1]):
         self.copy_(self.masked_scatter(index[..., None], value))  # whose gradients count no places
     else:
         _setitem(self, index, value)
-
-
-def _select(source: Tensor, mask: Tensor) -> Any:
-    source, mask = torch.broadcast_tensors(source, mask)  # type: ignore[no-untyped-call]
-    return _look_up(source, mask)
-
-
-def _is_mask_of(source: Tensor, index: Any) -> bool:
-    """Whether an index is a mask of unknown values that chooses among the first dimensions."""
-    is_mask = _is_unknown_mask(index) and index.dim() > 0
-    return is_mask and bool(index.shape == source.shape[: index.dim()])
 
 
 def _are_rows(value: Tensor, width: int) -> bool:
@@ -329,8 +310,6 @@ def everywhere(instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iter
 _INSTEAD: tuple[tuple[Any, str, Any], ...] = (
     (Tensor, "__getitem__", _look_up),
     (Tensor, "__setitem__", _write),
-    (Tensor, "masked_select", _select),
-    (torch, "masked_select", _select),
     (Tensor, "fill_diagonal_", _fill_diagonal),
     (nn.Module, "_apply", _apply_if_needed),
     (torch, "instance_norm", _instance_norm),

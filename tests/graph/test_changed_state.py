@@ -41,8 +41,7 @@ class Kept(nn.Module):
         self.weights, self.inner, self.mask = [0.9, 0.5], SimpleNamespace(k=3.0), torch.ones(6)
         self.args, self.own, self.row = Namespace(k=1.0), UserDict(k=1.0), UserList([1.0])
         self.config = transformers.PretrainedConfig(k=1.0)
-        self.calls, self.waits, self.marks = 0, 0, set[str]()
-        self.long = [1.0] * 5_000
+        self.calls, self.waits = 0, 0
         self.table: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,13 +50,10 @@ class Kept(nn.Module):
             self.table = torch.arange(6.0)
         h = self.first(x)
         h = torch.relu(h) if self.settings.act == "relu" else torch.tanh(h)
-        h = (
-            h * self.mask * self.weights[0] * self.long[7] * self.options["deep"]["weight"]
-            + self.table
-        )
+        h = h * self.mask * self.weights[0] * self.options["deep"]["weight"] + self.table
         h = h.view(-1, *self.size).flatten(1) * self.inner.k * self.factor
         h = h * self.args.k * self.own["k"] * self.row[0] * self.config.k
-        h = h * 2 if self.twice or self.marks or self.waits > 100 else h
+        h = h * 2 if self.twice or self.waits > 100 else h
         h = h if self.bias is None else h + self.bias
         made: Tensor = self.last(self.drop(h)) / self.temperature
         return made
@@ -105,8 +101,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     r"'mask' of the model": lambda m: setattr(m, "mask", torch.zeros(6)),
     r"'mask' of the model$": lambda m: m.mask.mul_(0.5),
     r"'waits' of the model \(0, then 1\)": lambda m: setattr(m, "waits", 1),  # later it matters
-    r"'long' of the model\[7\]": lambda m: m.long.__setitem__(7, 0.5),
-    r"'marks' of the model": lambda m: m.marks.add("fine"),  # it was empty
     r"'forward' of the model": lambda m: setattr(m, "forward", lambda x: x),
     r"module 'drop' of the model": lambda m: setattr(m, "drop", nn.Identity()),
     r"module 'last' of the model": lambda m: setattr(m, "last", nn.Linear(6, 4)),

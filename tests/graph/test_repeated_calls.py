@@ -3,21 +3,13 @@
 import datetime
 import functools
 import itertools
-import operator
 import os
 import random
-import threading
 import time
-from array import array
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import replace
-from decimal import Decimal
-from queue import Queue
-from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -26,7 +18,6 @@ from torch import Tensor, nn
 
 from heterog.errors import CaptureError
 from heterog.graph.capture import capture, capture_step
-from heterog.graph.python_state import PythonState
 from heterog.graph.workload import Workload
 
 STEP = 0
@@ -208,92 +199,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Kept(drop(lambda m: m.r.random(), 0.07), r=np.random.default_rng(3)), "'r' of"
     ),
 }  # fmt: skip
-
-
-class Box(dict[str, float]):
-    """A dict with an attribute of its own."""
-
-    k = 0.0
-
-
-class Drawer(list[float]):
-    """A list with an attribute of its own."""
-
-    k = 0.0
-
-
-LOCAL = threading.local()
-LOCAL.k = 0.0
-HELD = ContextVar("HELD", default=0.0)
-
-
-def warm_up(read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> Any:
-    """A layer's function that counts in ``m.c``, and computes something else after 500 calls."""
-
-    def factor(m: Any, _: Tensor) -> float:
-        write(m.c, read(m.c) + 1)
-        return 2.0 if read(m.c) > 500 else 1.0
-
-    return factor
-
-
-def of_item(key: Any) -> Any:
-    return warm_up(operator.itemgetter(key), lambda c, value: operator.setitem(c, key, value))
-
-
-OF_K = warm_up(operator.attrgetter("k"), lambda c, value: setattr(c, "k", value))
-KEY = Box
-HOLDING: dict[str, tuple[Any, Any]] = {
-    "ChainMap": (of_item("k"), ChainMap({"k": 0.0}, {"j": 2.0})),
-    "array": (of_item(0), array("d", [0.0, 1.0])),
-    "memory": (of_item(0), memoryview(array("i", [0]))),
-    "numpy": (of_item(1), np.zeros(3, int)),
-    "weak keys": (of_item(KEY), WeakKeyDictionary({KEY: 0.0})),
-    "queue": (warm_up(lambda c: c.qsize(), lambda c, _: c.put(1)), Queue()),
-    "context": (warm_up(lambda c: c.get(), lambda c, value: c.set(value)), HELD),
-    "thread": (OF_K, LOCAL),
-    "dict with attributes": (OF_K, Box()),
-    "list with attributes": (OF_K, Drawer()),
-    "number of numpy": (OF_K, SimpleNamespace(k=np.int64(0))),
-    "decimal": (OF_K, SimpleNamespace(k=Decimal(0))),
-}
-
-
-@pytest.mark.parametrize("name", HOLDING)
-def test_counters_are_found_wherever_they_are_held(name: str) -> None:
-    function, held = HOLDING[name]
-    with pytest.raises(CaptureError, match=r"something else .* 'c' of the model"):
-        capture(step_of(Kept(function, c=held)))
-
-
-class Mute(Exception):
-    """An error that fails to say what it is."""
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def test_an_error_without_words_is_one_line() -> None:
-    def fail(_m: Any, _: Tensor) -> float:
-        raise Mute
-
-    with pytest.raises(CaptureError, match=r"fails in the root module at .*: Mute: "):
-        capture(step_of(Kept(fail)))
-
-
-def test_arrays_get_their_values_back() -> None:
-    held = array("i", [1, 2]), bytearray(b"ab"), np.array([3, 250], np.uint8), np.ones((2, 2))
-    state = PythonState({str(place): each for place, each in enumerate(held)})
-    held[0].append(3)
-    held[1].clear()
-    held[2][1] = 4
-    held[3][1, 0] = 0
-    assert len(state.changes()) == 5
-    state.put_back()
-    assert held[0].tolist() == [1, 2]
-    assert held[1] == b"ab"
-    assert held[2].tolist() == [3, 250]
-    assert held[3].all()
 
 
 def history_of(given: list[int], _: Any) -> float:
@@ -652,3 +557,18 @@ def test_what_only_the_backward_pass_reads_counts() -> None:
 
     with pytest.raises(CaptureError, match="'k' of the model"):
         capture(step_of(lambda: Kept(scaled, k=0)))
+
+
+class Mute(Exception):
+    """An error that fails to say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_without_words_is_one_line() -> None:
+    def fail(_m: Any, _: Tensor) -> float:
+        raise Mute
+
+    with pytest.raises(CaptureError, match=r"fails in the root module at .*: Mute: "):
+        capture(step_of(Kept(fail)))
