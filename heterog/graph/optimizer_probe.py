@@ -535,8 +535,8 @@ def counters(optimizer: torch.optim.Optimizer) -> Counters:
     """The numbers that an optimizer may count its steps in."""
     held = [*optimizer.state.values(), *optimizer.param_groups]
     return {
-        (place, key): (each, float(value))
-        for place, each in enumerate(held)
+        (id(each), key): (each, float(value))
+        for each in held
         if isinstance(each, dict)
         for key, value in each.items()
         if isinstance(value, int | float)
