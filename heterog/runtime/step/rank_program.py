@@ -249,6 +249,7 @@ class RankProgram:
         buckets: All buckets of the program whose parameters are updated in slices (ZeRO).
         sliced: Buckets that this rank updates in slices, by number.
         sliced_of_tensor: Buckets of ``sliced`` by tensor id of their parameters.
+        early: Tasks that reduce a value that follows from the batch alone.
         is_mine: Whether this rank takes part in each task of the program.  # [num_tasks]
         message_of: Transfer or collective of a message, by the task that encodes or decodes it.
         is_converted: Whether each buffer holds the result of a conversion.
@@ -302,7 +303,7 @@ class RankProgram:
         self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self.message_of = _messages(program)
-        self._early = early_reductions(program, tables)
+        self.early = early_reductions(program, tables)
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
@@ -549,7 +550,7 @@ class RankProgram:
 
     def is_early(self, task: int) -> bool:
         """Whether a task reduces a value that follows from the batch alone."""
-        return task in self._early
+        return task in self.early
 
     def maker(self, value: int) -> int:
         """The op that makes a value."""

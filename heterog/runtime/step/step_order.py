@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.lowering.program import OP_KINDS, IntArray, TaskKind, early_reductions
+from heterog.lowering.program import OP_KINDS, IntArray, TaskKind
 from heterog.runtime.step.rank_program import RankProgram
 
 LOSS = -1
@@ -81,7 +81,7 @@ def step_order(
     together = not part.graph.updates_elementwise
     # Label counts have no inputs: they come first on every rank, so that the loss finds them.
     planned, is_early = np.array(task_order), np.zeros(part.program.num_tasks, np.bool_)
-    is_early[list(early_reductions(part.program, part.tables))] = True
+    is_early[list(part.early)] = True
     if own and part.strategy.step_barrier:
         planned = planned[(part.is_mine | _is_part_of_loss(part))[planned]]
     early = is_early[planned]
